@@ -1,0 +1,1 @@
+"""swath collects experience for reinforcement learning in PyTorch."""

@@ -1,0 +1,65 @@
+"""Everything swath raises.
+
+```
+SwathError
+|-- UsageError (ValueError)     the caller broke a rule; the message says what to do instead
+|   `-- ClosedError             used after shutdown()
+|-- EnvError                    an env raised or returned something it did not declare
+`-- PolicyError                 a policy raised or returned something the env cannot use
+```
+
+A message says what is wrong (with the value), what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["ClosedError", "EnvError", "PolicyError", "SwathError", "UsageError", "nearest"]
+
+
+class SwathError(Exception):
+    """Base of all errors that swath raises on purpose."""
+
+
+class UsageError(SwathError, ValueError):
+    """The caller broke a rule: a wrong argument, or a call that makes no sense here."""
+
+
+class ClosedError(UsageError):
+    """The collector or env was used after it was shut down."""
+
+
+class _LocatedError(SwathError):
+    """An error that knows where in the collection it happened."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        env: int | None = None,
+        step: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        where = [
+            f"{name} {value}"
+            for name, value in (("env", env), ("step", step), ("seed", seed))
+            if value is not None
+        ]
+        super().__init__(f"{message} [{', '.join(where)}]" if where else message)
+        self.env, self.step, self.seed = env, step, seed
+
+
+class EnvError(_LocatedError):
+    """An env raised, or returned what it had not declared; the original is the cause."""
+
+
+class PolicyError(_LocatedError):
+    """A policy raised, or returned what the env cannot use; the original is the cause."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint such as ``" Did you mean 'seed'?"`` or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

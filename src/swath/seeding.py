@@ -1,0 +1,87 @@
+"""From one seed to the streams of all envs, and a private random state for a collector.
+
+The stream of an env depends on the seed and on the env's global index alone, so the same seed
+gives the same trajectories whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["RandomState", "action_generator", "env_seed"]
+
+_STRIDE = 0x9E3779B1  # odd, so that i * _STRIDE mod 2**32 takes 2**32 different values
+
+
+def env_seed(seed: int, index: int) -> int:
+    """Return the seed of the env with this global index: 32 bits, no two indices share one.
+
+    >>> len({env_seed(7, i) for i in range(1000)})
+    1000
+    """
+    base = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    return (base + index * _STRIDE) % 2**32
+
+
+def action_generator(seed: int | None, index: int) -> np.random.Generator:
+    """Return the generator that draws random actions for the env with this global index."""
+    entropy = np.random.SeedSequence(seed, spawn_key=(1, index))
+    return np.random.Generator(np.random.PCG64(entropy))
+
+
+class RandomState:
+    """The random state of torch, numpy and `random` that a seeded collector owns.
+
+    Inside `installed()` every global draw comes from here; outside, the caller's state is back.
+    """
+
+    def __init__(self, seed: int) -> None:
+        child = np.random.SeedSequence(seed, spawn_key=(2,))
+        words = child.generate_state(3, np.uint64)
+        self._torch = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
+        self._numpy = np.random.MT19937(int(words[1]))
+        self._python = random.Random(int(words[2])).getstate()
+
+    @classmethod
+    def from_global(cls) -> RandomState:
+        """Return a state that continues where the global generators stand now."""
+        state = cls(0)
+        state._torch = torch.get_rng_state()
+        state._python = random.getstate()
+        name, *_ = legacy = np.random.get_state()  # a tuple unless the user swapped the generator
+        if name == "MT19937":
+            state._numpy.state = np.random.get_state(legacy=False)
+        del legacy
+        return state
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Swap this state in, and the caller's back at the end, come what may."""
+        outer_torch, outer_python = torch.get_rng_state(), random.getstate()
+        outer_numpy = np.random.get_bit_generator()
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_bit_generator(self._numpy)
+        try:
+            yield
+        finally:
+            self._torch, self._python = torch.get_rng_state(), random.getstate()
+            np.random.set_bit_generator(outer_numpy)
+            random.setstate(outer_python)
+            torch.set_rng_state(outer_torch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the three states."""
+        return {"torch": self._torch.clone(), "numpy": self._numpy.state, "python": self._python}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._torch = state["torch"].clone()
+        self._numpy.state = state["numpy"]
+        self._python = state["python"]
