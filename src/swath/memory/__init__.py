@@ -1,0 +1,17 @@
+"""Memory of rollouts: layout, slabs and their pool."""
+
+from swath.memory.layout import Field, Layout, MemoryOrder, Place, numpy_dtype, torch_dtype
+from swath.memory.slab import HeapMemory, Memory, Slab, SlabPool
+
+__all__ = [
+    "Field",
+    "HeapMemory",
+    "Layout",
+    "Memory",
+    "MemoryOrder",
+    "Place",
+    "Slab",
+    "SlabPool",
+    "numpy_dtype",
+    "torch_dtype",
+]

@@ -1,0 +1,6 @@
+"""Counting and timing what the loop does."""
+
+from swath.observe.episodes import Episodes
+from swath.observe.timing import Shares
+
+__all__ = ["Episodes", "Shares"]

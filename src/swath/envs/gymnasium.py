@@ -1,0 +1,232 @@
+"""Gymnasium envs stepped one after the other in this thread."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+
+from swath.envs.info import InfoKeys
+from swath.memory import Slab
+from swath.rollout import CallFailed, keys
+from swath.tree import Leaf, action_leaves, builder, fetch, key_name, observation_leaves
+
+__all__ = ["GymGroup", "pickled"]
+
+
+def pickled(envs: Any) -> bytes | None:
+    """Return the envs as bytes, or None with a warning that says what a resume will do."""
+    try:
+        return cloudpickle.dumps(envs)
+    except Exception as error:  # whatever an env's pickling may raise
+        warnings.warn(
+            f"the envs cannot be pickled ({type(error).__name__}: {error}), so this state holds no "
+            "simulator state: resuming from it starts new episodes.",
+            stacklevel=2,
+        )
+        return None
+
+
+class GymGroup:
+    """N gymnasium envs with equal spaces; see `swath.rollout.env.EnvGroup`."""
+
+    skips_rows = False
+    resets_singly = True
+    freezes = True
+
+    def __init__(
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        batched: bool,
+        info_keys: Sequence[str] | Mapping[str, gym.Space[Any]] = (),
+    ) -> None:
+        self.envs = list(envs)
+        self.num_envs, self.batched = len(self.envs), batched
+        self.observation_space = self.envs[0].observation_space
+        self.action_space = self.envs[0].action_space
+        self.observations = observation_leaves(self.observation_space)
+        self.actions = action_leaves(self.action_space)
+        self.info = InfoKeys(info_keys)
+        self._seeds: list[int | None] = [None] * self.num_envs
+        self._first: list[tuple[Any, dict[str, Any]] | None] = [None] * self.num_envs
+        self.live = list(range(self.num_envs))
+        if self.info:
+            # The shape of an info entry is known only from an info: this reset is the first one.
+            first = self._first[0] = self._reset_one(0)
+            self.info.settle(first[1])
+
+    @property
+    def info_fields(self) -> list[Any]:
+        """See `EnvGroup`."""
+        return self.info.fields
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """See `EnvGroup`."""
+        self._seeds = list(seeds)
+        self._first = [None] * self.num_envs
+
+    def freeze(self, which: Sequence[int]) -> None:
+        """See `EnvGroup`."""
+        gone = {int(i) for i in which}
+        self.live = [i for i in self.live if i not in gone]
+
+    def bind(self, slab: Slab) -> _BoundGym:
+        """See `EnvGroup`."""
+        return _BoundGym(self, slab)
+
+    def snapshot(self) -> bytes | None:
+        """See `EnvGroup`."""
+        return pickled((self.envs, self._seeds, self._first, self.live))
+
+    def restore(self, snapshot: bytes) -> None:
+        """See `EnvGroup`."""
+        self.envs, self._seeds, self._first, self.live = pickle.loads(snapshot)
+
+    def close(self) -> None:
+        """See `EnvGroup`."""
+        for env in self.envs:
+            env.close()
+
+    def first(self, i: int) -> tuple[Any, dict[str, Any]]:
+        """Start an episode of env i, with its seed if it has one that was not used yet."""
+        made, self._first[i] = self._first[i], None
+        return made if made is not None else self._reset_one(i)
+
+    def _reset_one(self, i: int) -> tuple[Any, dict[str, Any]]:
+        seed, self._seeds[i] = self._seeds[i], None
+        try:
+            answer = self.envs[i].reset() if seed is None else self.envs[i].reset(seed=seed)
+        except Exception as error:
+            raise CallFailed(i, "reset()") from error
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise CallFailed(
+                i, "reset()", "the env's reset() must return (observation, info), as gymnasium asks"
+            )
+        return answer
+
+
+class _BoundGym:
+    """A `GymGroup` that writes into one slab."""
+
+    def __init__(self, group: GymGroup, slab: Slab) -> None:
+        self._group = group
+        self._leaves = group.observations
+        self._obs = [slab.arrays[leaf.key] for leaf in self._leaves]
+        self._reward = slab.arrays[keys.REWARD][:, :, 0]
+        self._terminated = slab.arrays[keys.NEXT_TERMINATED][:, :, 0]
+        self._truncated = slab.arrays[keys.NEXT_TRUNCATED][:, :, 0]
+        self._actions = _action_reader(group, slab)
+        self._info = group.info.bind(slab) if group.info else None
+        leaf = self._leaves[0]
+        self._flat = len(self._leaves) == 1 and not leaf.path and leaf.shape != ()
+
+    def reset(self, t: int, which: Sequence[int] | None) -> None:
+        """See `BoundEnvs`."""
+        group = self._group
+        if which is None:
+            group.live = list(range(group.num_envs))
+        for i in range(group.num_envs) if which is None else which:
+            observation, _ = group.first(i)
+            self._write(observation, t, i)
+
+    def step(self, t: int) -> Sequence[int]:
+        """See `BoundEnvs`."""
+        leaf, flat = self._leaves[0], self._flat
+        shape, dtype, array = leaf.shape, leaf.dtype, np.ndarray
+        row, rewards, actions = self._obs[0][t + 1], self._reward[t], self._actions(t)
+        envs, info_to = self._group.envs, self._info
+        ended: list[int] = []
+        i = 0
+        try:
+            for i in self._group.live:
+                observation, reward, terminated, truncated, info = envs[i].step(actions[i])
+                if flat:  # the same as _write, without a call for every env at every step
+                    if (
+                        observation.__class__ is not array
+                        or observation.shape != shape
+                        or observation.dtype is not dtype
+                    ):
+                        observation = _coerce(observation, leaf, i)
+                    row[i] = observation
+                else:
+                    self._write(observation, t + 1, i)
+                rewards[i] = reward
+                if terminated or truncated:
+                    self._terminated[t, i] = terminated
+                    self._truncated[t, i] = truncated
+                    ended.append(i)
+                if info_to is not None:
+                    info_to(info, t, i)
+        except CallFailed:
+            raise
+        except Exception as error:
+            raise CallFailed(i, "step()") from error
+        return ended
+
+    def _write(self, observation: Any, t: int, i: int) -> None:
+        for leaf, array in zip(self._leaves, self._obs, strict=True):
+            try:
+                value = fetch(observation, leaf.path)
+            except (KeyError, IndexError, TypeError) as error:
+                raise CallFailed(
+                    i,
+                    "step()",
+                    f"the observation lacks {key_name(leaf.key)}, which the observation space has",
+                ) from error
+            if (
+                value.__class__ is not np.ndarray
+                or value.shape != leaf.shape
+                or value.dtype is not leaf.dtype
+            ):
+                value = _coerce(value, leaf, i)
+            array[t, i] = value
+
+
+def _coerce(value: Any, leaf: Leaf, i: int) -> np.ndarray:
+    """Return an observation in its declared form, or say how it left it."""
+    array = np.asarray(value)
+    if array.shape != leaf.shape:
+        raise CallFailed(
+            i,
+            "step()",
+            f"the observation {key_name(leaf.key)} has shape {array.shape}, but the observation "
+            f"space declares {leaf.shape}. Fix the env or its observation_space",
+        )
+    if not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
+        raise CallFailed(
+            i,
+            "step()",
+            f"the observation {key_name(leaf.key)} has dtype {array.dtype}, but the observation "
+            f"space declares {leaf.dtype}. Fix the env or its observation_space",
+        )
+    return array
+
+
+def _action_reader(group: GymGroup, slab: Slab) -> Callable[[int], Sequence[Any]]:
+    """Return a function that gives the action of each env at step t, as the env expects it.
+
+    Arrays are copied first: an env may keep or change what it gets, the slab may not.
+    """
+    arrays = [slab.arrays[leaf.key] for leaf in group.actions]
+    readers = [_leaf_reader(a, leaf) for a, leaf in zip(arrays, group.actions, strict=True)]
+    if len(readers) == 1 and not group.actions[0].path:
+        return readers[0]
+    build = builder(group.action_space, group.actions)
+    n = group.num_envs
+
+    def read(t: int) -> Sequence[Any]:
+        values = [reader(t) for reader in readers]
+        return [build([value[i] for value in values]) for i in range(n)]
+
+    return read
+
+
+def _leaf_reader(array: np.ndarray, leaf: Leaf) -> Callable[[int], Sequence[Any]]:
+    if isinstance(leaf.space, gym.spaces.Discrete):
+        return lambda t: array[t].tolist()
+    return lambda t: array[t].copy()

@@ -1,0 +1,170 @@
+"""Where each field of a rollout stands in one block of memory.
+
+A layout is computed once, from the spaces and one probe of the policy. Both ends of a link that
+hold the same layout can read a slab from its bytes alone, so it never has to travel again.
+
+```
+block:  | field 0: [rows, N, *shape] | pad | field 1: [rows, N, *shape] | pad | ...
+```
+
+Time comes first in memory (`order="time"`): a step of N envs is one contiguous row. With
+`order="batch"` each field is stored `[N, rows, *shape]`; the views have the same shape, only their
+strides differ. docs/decisions/001-time-first.md has the measurements behind the default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+
+from swath.errors import UsageError
+from swath.tree import Key, key_name
+
+__all__ = ["ALIGNMENT", "Field", "Layout", "MemoryOrder", "Place", "numpy_dtype", "torch_dtype"]
+
+ALIGNMENT = 64  # a cache line; also enough for every vector instruction
+
+MemoryOrder = Literal["time", "batch"]
+
+_TORCH_OF_NUMPY: dict[str, torch.dtype] = {
+    "bool": torch.bool,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "complex64": torch.complex64,
+    "complex128": torch.complex128,
+}
+_NUMPY_OF_TORCH = {torch_type: np.dtype(name) for name, torch_type in _TORCH_OF_NUMPY.items()}
+# numpy has no bfloat16: its bytes are kept as uint16 and only torch gives them a meaning.
+_NUMPY_OF_TORCH[torch.bfloat16] = np.dtype(np.uint16)
+
+
+def torch_dtype(dtype: np.dtype[np.generic], key: Key) -> torch.dtype:
+    """Return the torch dtype with the same bytes, or refuse with the key that has it."""
+    try:
+        return _TORCH_OF_NUMPY[np.dtype(dtype).name]
+    except KeyError:
+        raise UsageError(
+            f"{key_name(key)} has dtype {dtype}, which torch does not have. "
+            "Convert it with a gymnasium wrapper, to float32 for example."
+        ) from None
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[np.generic]:
+    """Return the numpy dtype of the same bytes."""
+    return _NUMPY_OF_TORCH[dtype]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key of a slab: what it holds for one env at one step."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    carried: bool = False
+    """Has one row more than there are steps: row t + 1 is what step t leads to."""
+    delivered: bool = True
+    """Is part of the batch; the others are working memory of the loop."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A field with its offset in bytes and its number of rows."""
+
+    field: Field
+    offset: int
+    rows: int
+
+
+class Layout:
+    """The fields of a rollout of `steps` steps of `envs` envs, placed in one block.
+
+    >>> layout = Layout([Field(("reward",), (1,), torch.float32)], steps=10, envs=4)
+    >>> layout.nbytes
+    192
+    """
+
+    def __init__(
+        self, fields: Iterable[Field], steps: int, envs: int, order: MemoryOrder = "time"
+    ) -> None:
+        self.steps, self.envs, self.order = steps, envs, order
+        self.places: dict[Key, Place] = {}
+        offset = 0
+        for field in fields:
+            if field.key in self.places:
+                raise UsageError(
+                    f"two things want the key {key_name(field.key)}. Rename the observation, the "
+                    "policy output or the info entry that clashes."
+                )
+            place = Place(field, offset, steps + field.carried)
+            self.places[field.key] = place
+            size = place.rows * envs * math.prod(field.shape)
+            offset += -(-size * field.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.nbytes = offset
+
+    def array(self, block: np.ndarray, place: Place) -> np.ndarray:
+        """Return a field of a block of bytes as a numpy view `[rows, N, *shape]`."""
+        shape, strides = self._form(place)
+        dtype = numpy_dtype(place.field.dtype)
+        return np.ndarray(
+            shape, dtype, block.data, place.offset, [s * dtype.itemsize for s in strides]
+        )
+
+    def tensors(self, block: torch.Tensor) -> dict[Key, torch.Tensor]:
+        """Return all fields of a flat uint8 tensor as views `[rows, N, *shape]`."""
+        views = [(p, *self._form(p)) for p in self.places.values()]
+        return _strided(block, [(p, shape, strides) for p, shape, strides in views])
+
+    def batch(self, block: torch.Tensor, steps: int, batched: bool) -> dict[Key, torch.Tensor]:
+        """Return the delivered fields as views `[N, steps, *shape]`, or `[steps, *shape]`."""
+        return _strided(block, self._batch_views(steps, batched))
+
+    @lru_cache(maxsize=8)  # noqa: B019 - a layout lives as long as its collector
+    def _batch_views(self, steps: int, batched: bool) -> list[_View]:
+        views: list[_View] = []
+        for place in self.places.values():
+            if place.field.delivered:
+                (_, envs, *shape), (row, env, *strides) = self._form(place)
+                leading = ((envs, steps), (env, row)) if batched else ((steps,), (row,))
+                views.append((place, (*leading[0], *shape), (*leading[1], *strides)))
+        return views
+
+    def _form(self, place: Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and strides (in elements) of the view `[rows, N, *shape]`."""
+        shape = place.field.shape
+        inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        one = math.prod(shape)
+        leading = (self.envs * one, one) if self.order == "time" else (one, place.rows * one)
+        return (place.rows, self.envs, *shape), (*leading, *inner)
+
+
+_View = tuple[Place, tuple[int, ...], tuple[int, ...]]
+
+
+def _strided(block: torch.Tensor, views: list[_View]) -> dict[Key, torch.Tensor]:
+    """Return one strided view per place; one torch call each, since it runs for every batch."""
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    out = {}
+    for place, shape, strides in views:
+        dtype = place.field.dtype
+        if dtype not in typed:
+            typed[dtype] = block.view(dtype)
+        out[place.field.key] = typed[dtype].as_strided(
+            shape, strides, place.offset // dtype.itemsize
+        )
+    return out

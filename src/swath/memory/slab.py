@@ -1,0 +1,115 @@
+"""A slab: the memory of one rollout; a pool that lends slabs and gets them back.
+
+```
+ pool --take--> slab (being written) --lend--> lease (the user's tensors view it)
+   ^                                                        |
+   +------------ the last tensor that views it is gone -----+
+```
+
+The pool owns free slabs, the rollout loop owns the one it writes, and a lease belongs to whoever
+holds a tensor on it: a batch, a slice, a numpy view or an autograd graph. Nothing is copied and
+nothing that somebody can still see is ever overwritten; who keeps every batch gets new memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from swath.memory.layout import ALIGNMENT, Layout
+from swath.tree import Key, nest
+
+__all__ = ["HeapMemory", "Memory", "Slab", "SlabPool"]
+
+_ROWS_KEPT = 4096
+"""Row views are made once per slab up to this many rows; beyond, indexing is cheaper than memory."""
+
+
+class Memory(Protocol):
+    """A block of bytes that can be lent. Where it lives is its own business."""
+
+    array: np.ndarray
+    """The block as numpy sees it, uint8."""
+
+    def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
+        """Return the block as uint8 tensor; call `on_return` once no tensor views it any more."""
+        ...
+
+
+class HeapMemory:
+    """Ordinary memory of this process."""
+
+    def __init__(self, nbytes: int) -> None:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        self.array = raw[start : start + nbytes]
+        self._lease: weakref.ref[np.ndarray] | None = None
+
+    def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
+        """Return the block as a tensor; see `Memory.lend`."""
+        # A tensor made from a numpy array keeps that very array object alive until the storage is
+        # freed, so the death of this window is the death of the last tensor that views it.
+        window = self.array.view()
+        self._lease = weakref.ref(window, lambda _: on_return())
+        return torch.from_numpy(window)
+
+
+class Slab:
+    """One block with the views that the loop writes through and the batches it is lent as."""
+
+    def __init__(self, layout: Layout, memory: Memory) -> None:
+        self.layout, self.memory = layout, memory
+        self.arrays: dict[Key, np.ndarray] = {
+            key: layout.array(memory.array, place) for key, place in layout.places.items()
+        }
+        self.tensors = layout.tensors(torch.from_numpy(memory.array))
+        self._rows: dict[tuple[Key, bool], tuple[torch.Tensor, ...] | torch.Tensor] = {}
+
+    def rows(self, key: Key, batched: bool) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Return something whose item t is row t as a tensor `[N, *shape]`, or `[*shape]`."""
+        found = self._rows.get((key, batched))
+        if found is None:
+            rows = self.tensors[key] if batched else self.tensors[key][:, 0]
+            found = rows.unbind(0) if rows.shape[0] <= _ROWS_KEPT else rows
+            self._rows[key, batched] = found
+        return found
+
+    def lend(self, steps: int, batched: bool, on_return: Callable[[], None]) -> TensorDict:
+        """Return the first `steps` steps as a batch of views, `[N, steps]` or `[steps]`."""
+        views = self.layout.batch(self.memory.lend(on_return), steps, batched)
+        if batched:
+            return TensorDict(nest(views), [self.layout.envs, steps], names=[None, "time"])
+        return TensorDict(nest(views), [steps], names=["time"])
+
+
+class SlabPool:
+    """Makes slabs, lends them, and uses those again that came back."""
+
+    def __init__(self, make: Callable[[], Slab], keep: int = 4) -> None:
+        self._make = make
+        # A deque: slabs come back from whatever thread drops the last tensor. What does not fit
+        # falls out at the other end and is freed.
+        self._free: deque[Slab] = deque(maxlen=keep)
+        self.made = 0
+
+    def take(self) -> Slab:
+        """Return a slab that nobody can see."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            self.made += 1
+            return self._make()
+
+    def give_back(self, slab: Slab) -> None:
+        """Take back a slab that was never lent, or that nobody views any more."""
+        self._free.append(slab)
+
+    def lend(self, slab: Slab, steps: int, batched: bool) -> TensorDict:
+        """Return the slab as a batch; it comes back by itself."""
+        return slab.lend(steps, batched, lambda: self.give_back(slab))

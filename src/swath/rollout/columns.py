@@ -1,0 +1,169 @@
+"""The columns of a rollout: which fields it has, and those that are filled in one pass.
+
+All functions here work on whole columns `[T, N]` of a slab, or on the rows of a few envs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict
+
+from swath.memory import Field, Slab, torch_dtype
+from swath.policies import Interface, Policy
+from swath.rollout import keys
+from swath.rollout.keys import following
+from swath.tree import Key, nest
+
+__all__ = [
+    "clear",
+    "cut",
+    "env_fields",
+    "fill_ids",
+    "final_table",
+    "hold",
+    "keep_final",
+    "next_pairs",
+    "own_fields",
+]
+
+_ROOT_FLAGS = (keys.DONE, keys.TERMINATED, keys.TRUNCATED)
+_NEXT_FLAGS = (keys.NEXT_DONE, keys.NEXT_TERMINATED, keys.NEXT_TRUNCATED)
+
+
+def env_fields(
+    interface: Interface,
+    info_fields: Sequence[Field],
+    policy: Policy,
+    *,
+    masked: bool,
+    compact: bool,
+) -> list[Field]:
+    """Return the fields that envs and the carried state of the policy need."""
+    fields = []
+    for leaf in interface.observations:
+        dtype = torch_dtype(leaf.dtype, leaf.key)
+        fields.append(Field(leaf.key, leaf.shape, dtype, carried=True))
+        fields.append(Field(following(leaf.key), leaf.shape, dtype, delivered=not compact))
+    for leaf in interface.actions:
+        fields.append(Field(leaf.key, leaf.shape, torch_dtype(leaf.dtype, leaf.key)))
+    for state in policy.states:
+        shape, dtype = tuple(state.initial.shape), state.initial.dtype
+        fields.append(Field(state.key, shape, dtype, carried=True))
+        fields.append(Field(following(state.key), shape, dtype))
+    if policy.needs_is_init:
+        fields.append(Field(keys.IS_INIT, (1,), torch.bool, carried=True))
+    fields += [Field(key, (1,), torch.bool, carried=True) for key in _ROOT_FLAGS]
+    fields.append(Field(keys.REWARD, (1,), torch.float32))
+    fields += [Field(key, (1,), torch.bool) for key in _NEXT_FLAGS]
+    if masked:
+        fields.append(Field(keys.MASK, (), torch.bool))
+    if compact:
+        fields.append(Field(keys.FINAL, (), torch.int64))
+    return [*fields, *info_fields]
+
+
+def own_fields(random: bool) -> list[Field]:
+    """Return the fields that say where a frame comes from."""
+    fields = [Field(key, (), torch.int64) for key in (keys.TRAJ_IDS, keys.POLICY_VERSION)]
+    return [*fields, Field(keys.RANDOM, (), torch.bool)] if random else fields
+
+
+def clear(slab: Slab) -> None:
+    """Forget the flags of the last rollout: whoever writes next writes only what is True."""
+    for key in (*_ROOT_FLAGS, *_NEXT_FLAGS, keys.IS_INIT, keys.RANDOM):
+        if key in slab.arrays:
+            slab.arrays[key].fill(False)
+    if keys.MASK in slab.arrays:
+        slab.arrays[keys.MASK].fill(True)
+
+
+def next_pairs(
+    slab: Slab, interface: Interface, policy: Policy, compact: bool
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return what is copied after each step: (below `next`, carried at the root)."""
+    carried: list[Key] = [state.key for state in policy.states]
+    if not compact:
+        carried += [leaf.key for leaf in interface.observations]
+    return [(slab.arrays[following(key)], slab.arrays[key]) for key in carried]
+
+
+def keep_final(slab: Slab, interface: Interface, t: int, which: np.ndarray) -> None:
+    """Put the last observation of these envs aside before a reset overwrites it."""
+    for leaf in interface.observations:
+        slab.arrays[following(leaf.key)][t, which] = slab.arrays[leaf.key][t + 1, which]
+
+
+def hold(slab: Slab, which: np.ndarray, t: int) -> None:
+    """Freeze envs that have ended: from row t on they repeat themselves and are masked."""
+    for key, place in slab.layout.places.items():
+        if not place.field.carried:
+            continue
+        array = slab.arrays[key]
+        if key in _ROOT_FLAGS and t > 0:
+            array[t, which] = slab.arrays[following(key)][t - 1, which]
+        array[t + 1 :, which] = array[t, which]
+        if following(key) in slab.arrays:
+            slab.arrays[following(key)][t:, which] = array[t, which]
+    slab.arrays[keys.REWARD][t:, which] = 0.0
+    slab.arrays[keys.MASK][t:, which] = False
+
+
+def cut(slab: Slab, t: int, frozen: np.ndarray) -> np.ndarray:
+    """Mark the trajectories that are open at the last step t as truncated; return their envs."""
+    open_envs = np.flatnonzero(~slab.arrays[keys.NEXT_DONE][t, :, 0] & ~frozen)
+    slab.arrays[keys.NEXT_TRUNCATED][t, open_envs] = True
+    slab.arrays[keys.NEXT_DONE][t, open_envs] = True
+    return open_envs
+
+
+def fill_ids(
+    slab: Slab,
+    steps: int,
+    current: np.ndarray,
+    ends: Sequence[tuple[int, int]],
+    next_id: int,
+) -> int:
+    """Write the trajectory ids and return the next free one.
+
+    Args:
+        slab: Where to.
+        steps: How many rows are filled.
+        current: The id of each env's open trajectory, `[N]`; brought up to date in place.
+        ends: The (step, env) at which a trajectory ended and another began, in order of time.
+        next_id: The next free id.
+    """
+    ids = slab.arrays[keys.TRAJ_IDS][:steps]
+    ids.fill(0)
+    if not steps:
+        return next_id
+    ids[0] = current
+    if ends:
+        at = np.asarray(ends)
+        new = np.arange(next_id, next_id + len(at))
+        inside = at[:, 0] + 1 < steps
+        ids[at[inside, 0] + 1, at[inside, 1]] = new[inside]
+        current[at[:, 1]] = new
+    # Ids only grow, so the id of a row is the largest that was begun by then.
+    np.maximum.accumulate(ids, 0, out=ids)
+    return next_id + len(ends)
+
+
+def final_table(slab: Slab, interface: Interface, steps: int) -> NonTensorData:
+    """Return the observations that no other row of a compact rollout holds, and point to them.
+
+    These are the last observations of ended trajectories and those after the last row. Column
+    `("collector", "final")` has their number in the table, -1 where the next row has it.
+    """
+    ends = slab.arrays[keys.NEXT_DONE][:steps, :, 0].copy()
+    ends[steps - 1 :] = True
+    index = slab.arrays[keys.FINAL][:steps]
+    index.fill(-1)
+    index[ends] = np.arange(int(ends.sum()))
+    table = {
+        leaf.key: torch.from_numpy(slab.arrays[following(leaf.key)][:steps][ends])
+        for leaf in interface.observations
+    }
+    return NonTensorData(TensorDict(nest(table), [int(ends.sum())]))

@@ -1,0 +1,85 @@
+"""What the rollout loop needs of environments, and nothing more.
+
+A group is N envs that are stepped together. Bound to a slab it writes its outcome straight there:
+
+```
+ reset(t, which)   observation rows t of the envs in `which` (None: of all)
+ step(t)           reads action row t; writes observation row t + 1 (the true last observation of an
+                   episode included), reward and flags of row t; returns the envs that ended
+```
+
+Flags are False when the loop starts, so a group only has to write those that are True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import gymnasium as gym
+
+from swath.memory import Field, Slab
+
+__all__ = ["BoundEnvs", "CallFailed", "EnvGroup"]
+
+
+class BoundEnvs(Protocol):
+    """A group that writes into one slab."""
+
+    def reset(self, t: int, which: Sequence[int] | None) -> None:
+        """Start new episodes and write their first observation into row t."""
+        ...
+
+    def step(self, t: int) -> Sequence[int]:
+        """Step all envs with action row t and return the numbers of those whose episode ended."""
+        ...
+
+
+class EnvGroup(Protocol):
+    """N environments with equal spaces."""
+
+    num_envs: int
+    batched: bool
+    """Delivered as `[N, T]`; a lone env that is not batched is delivered as `[T]`."""
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    info_fields: list[Field]
+    """What is stored of the info dicts, below `("next", "info")`."""
+    skips_rows: bool
+    """Some rows are no transitions (a reset takes a step of its own); they are masked."""
+    resets_singly: bool
+    """Any env can be reset at any time."""
+    freezes: bool
+    """Envs that ended can be left alone while others go on."""
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Give each env its seed; it counts from its next reset."""
+        ...
+
+    def freeze(self, which: Sequence[int]) -> None:
+        """Step these envs no more until they are reset."""
+        ...
+
+    def bind(self, slab: Slab) -> BoundEnvs:
+        """Return the group ready to write into this slab."""
+        ...
+
+    def snapshot(self) -> Any:
+        """Return the envs' whole state, or None with a warning where they cannot be pickled."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Put the envs back into the state of a snapshot."""
+        ...
+
+    def close(self) -> None:
+        """Close the envs."""
+        ...
+
+
+class CallFailed(Exception):
+    """A call into one env failed; the loop adds where and when."""
+
+    def __init__(self, index: int | None, call: str, message: str | None = None) -> None:
+        super().__init__(message or call)
+        self.index, self.call, self.message = index, call, message

@@ -1,0 +1,373 @@
+"""A runner: one group of envs, one policy, and all that is carried from rollout to rollout.
+
+```
+ carry --> row 0 of a slab --> loop: act, step, settle --> columns filled in one pass --> carry
+```
+
+Per step only what must happen then is done: next observations, ended episodes, resets. Trajectory
+ids, versions, returns and lengths are worked out once per rollout, over whole columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.nn import InteractionType, set_interaction_type
+
+from swath.errors import EnvError, PolicyError, SwathError, UsageError
+from swath.memory import Field, HeapMemory, Layout, MemoryOrder, Slab, SlabPool
+from swath.observe import Episodes, Shares
+from swath.policies import ActionSampler, Interface, Policy, as_policy, check_range, probe
+from swath.rollout import columns, keys, loop
+from swath.rollout.env import CallFailed, EnvGroup
+from swath.rollout.warmup import RandomFrames
+from swath.seeding import RandomState, env_seed
+
+__all__ = ["Filled", "Plan", "Runner"]
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a rollout is to be like; the part of the options that the loop reads."""
+
+    steps: int
+    max_frames_per_traj: int | None = None
+    init_random_frames: int = 0
+    reset_at_each_iter: bool = False
+    reset_when_done: bool = True
+    set_truncated: bool = False
+    compact_obs: bool = False
+    stop_at_first_end: bool = False
+    exploration_type: InteractionType = InteractionType.RANDOM
+    memory_order: MemoryOrder = "time"
+    compile_policy: dict[str, Any] | None = None
+    seed: int | None = None
+    first_env: int = 0
+    first_traj_id: int = 0
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A slab with the rows that were filled and the number of frames in them."""
+
+    slab: Slab
+    steps: int
+    frames: int
+
+
+class Runner:
+    """Makes rollouts of one group of envs with one policy.
+
+    Args:
+        group: The envs.
+        policy: What the user passed as policy.
+        plan: What a rollout is to be like.
+    """
+
+    def __init__(self, group: EnvGroup, policy: Any, plan: Plan) -> None:
+        self.group, self.user_policy, self.plan = group, policy, plan
+        n = group.num_envs
+        self.interface = Interface(
+            group.observation_space, group.action_space, n, batched=group.batched
+        )
+        self.indices = range(plan.first_env, plan.first_env + n)
+        self.sampler = ActionSampler(self.interface.actions, self.indices)
+        self.random_frames = RandomFrames(self.sampler, plan.init_random_frames)
+        self.episodes, self.shares = Episodes(n), Shares()
+        self.version = self.steps_made = self.frames_made = 0
+        self.next_traj_id = plan.first_traj_id
+        self.traj_ids = np.zeros(n, np.int64)
+        self.frozen = np.zeros(n, bool)
+        self.random_state: RandomState | None = None
+        self._seed: int | None = None
+        self.partial: Filled | None = None
+        self._filled = 0
+        self._ends: list[tuple[int, int]] = []
+        if plan.seed is not None:
+            self.set_seed(plan.seed)
+        self.policy: Policy = as_policy(policy, self.interface, self.sampler)
+        self._carry: dict[Any, np.ndarray] = {}
+        self._needs_reset = True
+        self._first_reset()
+        self.layout = Layout(self._fields(), plan.steps, n, plan.memory_order)
+        self.pool = SlabPool(lambda: Slab(self.layout, HeapMemory(self.layout.nbytes)))
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def _first_reset(self) -> None:
+        """Reset the envs into a slab of one step, and show the policy what it will see."""
+        slab_layout = Layout(self._env_fields(), 1, self.group.num_envs)
+        slab = Slab(slab_layout, HeapMemory(slab_layout.nbytes))
+        carried = {p.field.key for p in slab_layout.places.values() if p.field.carried}
+        self._carry = {key: slab.arrays[key][0].copy() for key in carried}
+        with self._surroundings():
+            self._reset_all(slab)
+            self._carry = {key: slab.arrays[key][0].copy() for key in carried}
+            batched = self.interface.batched
+            rows = {key: torch.from_numpy(a.copy()) for key, a in self._carry.items()}
+            rows = {key: row if batched else row[0] for key, row in rows.items()}
+            probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
+
+    def _env_fields(self) -> list[Field]:
+        """Return the fields that do not depend on what the policy writes."""
+        return columns.env_fields(
+            self.interface,
+            self.group.info_fields,
+            self.policy,
+            masked=self.group.skips_rows or not self.plan.reset_when_done,
+            compact=self.plan.compact_obs,
+        )
+
+    def _fields(self) -> list[Field]:
+        random = self.plan.init_random_frames > 0
+        return [*self._env_fields(), *self.policy.extras, *columns.own_fields(random)]
+
+    # -- seeds and resets -----------------------------------------------------------------------
+
+    def set_seed(self, seed: int) -> None:
+        """Restart every random stream; the next rollout starts with fresh episodes."""
+        self._seed = seed
+        self.group.seed([env_seed(seed, index) for index in self.indices])
+        self.sampler.seed(seed)
+        self.random_state = RandomState(seed)
+        self._needs_reset = True
+
+    def reset(self) -> None:
+        """Start new episodes with the next rollout; open ones are cut where they stand."""
+        self._needs_reset = True
+
+    def _reset_all(self, slab: Slab) -> None:
+        n = self.group.num_envs
+        try:
+            self.group.bind(slab).reset(0, None)
+        except CallFailed as failure:
+            raise self._located(failure) from failure.__cause__
+        for state in self.policy.states:
+            slab.arrays[state.key][0] = state.initial.numpy()
+        if self.policy.needs_is_init:
+            slab.arrays[keys.IS_INIT][0] = True
+        self.traj_ids = np.arange(self.next_traj_id, self.next_traj_id + n)
+        self.next_traj_id += n
+        self.episodes.forget()
+        self.frozen[:] = False
+        self._needs_reset = False
+
+    @property
+    def all_frozen(self) -> bool:
+        """Whether every env has ended and none is to be reset."""
+        return bool(self.frozen.all()) and not self._needs_reset
+
+    # -- a rollout ------------------------------------------------------------------------------
+
+    def collect(self, steps: int | None = None) -> Filled:
+        """Make one rollout and return the slab that holds it."""
+        steps = self.plan.steps if steps is None else steps
+        slab = self.pool.take()
+        self._filled, self._ends = 0, []
+        try:
+            with self._surroundings():
+                self._begin(slab)
+                act = self.random_frames.wrap(self.policy.bind(slab, steps), self, slab, steps)
+                self._envs = self.group.bind(slab)
+                settle = self._settler(slab)
+                loop.run(steps, act, self._envs.step, settle, self.shares)
+        except CallFailed as failure:
+            located = self._located(failure)
+            self._keep_partial(slab)
+            raise located from failure.__cause__
+        except BaseException as error:
+            step = self.steps_made + self._filled
+            self._keep_partial(slab)
+            if isinstance(error, Exception) and not isinstance(error, SwathError):
+                raise PolicyError(
+                    f"the policy raised {type(error).__name__}: {error}; see the cause above",
+                    step=step,
+                    seed=self._seed,
+                ) from error
+            raise
+        return self._finish(slab, self._filled)
+
+    def lend(self, filled: Filled) -> TensorDict:
+        """Return a rollout as a batch; its slab comes back when nobody views it any more."""
+        table = None
+        if self.plan.compact_obs:
+            table = columns.final_table(filled.slab, self.interface, filled.steps)
+        batch = self.pool.lend(filled.slab, filled.steps, self.interface.batched)
+        if table is not None:
+            batch["collector"].set("final_obs", table)
+        return batch
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.random_state is not None:
+                stack.enter_context(self.random_state.installed())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(set_interaction_type(self.plan.exploration_type))
+            yield
+
+    def _begin(self, slab: Slab) -> None:
+        columns.clear(slab)
+        for key, row in self._carry.items():
+            slab.arrays[key][0] = row
+        if self._needs_reset:
+            self._reset_all(slab)
+        limit = self.plan.max_frames_per_traj
+        self._limits = (limit - 1 - self.episodes.lengths) if limit else None
+        self._next_limit = int(self._limits.min()) if self._limits is not None else _NEVER
+        if self.frozen.any():
+            columns.hold(slab, np.flatnonzero(self.frozen), 0)
+
+    def _settler(self, slab: Slab) -> Any:
+        """Return the function that closes row t of this slab."""
+        pairs = columns.next_pairs(slab, self.interface, self.policy, self.plan.compact_obs)
+
+        def settle(t: int, ended: Sequence[int]) -> bool:
+            for following, current in pairs:
+                following[t] = current[t + 1]
+            self._filled = t + 1
+            if len(ended) or t >= self._next_limit:
+                return self._end(slab, t, ended)
+            return False
+
+        return settle
+
+    def _end(self, slab: Slab, t: int, ended: Sequence[int]) -> bool:
+        """Close the episodes that ended at step t and start the next ones; True stops."""
+        if t >= self._next_limit:
+            ended = self._truncate(slab, t, ended)
+        which = np.asarray(ended)
+        slab.arrays[keys.NEXT_DONE][t, which] = True
+        self._ends.extend((t, int(i)) for i in which)
+        if self.plan.compact_obs:
+            columns.keep_final(slab, self.interface, t, which)
+        if not self.plan.reset_when_done:
+            self.group.freeze(ended)
+            self.frozen[which] = True
+            columns.hold(slab, which, t + 1)
+        elif not self.plan.stop_at_first_end:
+            started = perf_counter()
+            self._envs.reset(t + 1, ended)
+            self.shares.resets += perf_counter() - started
+            for state in self.policy.states:
+                slab.arrays[state.key][t + 1, which] = state.initial.numpy()
+            if self.policy.needs_is_init:
+                slab.arrays[keys.IS_INIT][t + 1, which] = True
+        if self._limits is not None:
+            assert self.plan.max_frames_per_traj is not None
+            self._limits[which] = t + self.plan.max_frames_per_traj
+            if not self.plan.reset_when_done:
+                self._limits[which] = _NEVER
+            self._next_limit = int(self._limits.min())
+        return self.plan.stop_at_first_end or self.all_frozen
+
+    def _truncate(self, slab: Slab, t: int, ended: Sequence[int]) -> Sequence[int]:
+        """Add the envs whose trajectory has reached its longest allowed length."""
+        assert self._limits is not None
+        over = np.flatnonzero(self._limits <= t)
+        by_limit = over[~np.isin(over, np.asarray(ended, np.int64))]
+        slab.arrays[keys.NEXT_TRUNCATED][t, by_limit] = True
+        return np.union1d(np.asarray(ended, np.int64), by_limit).tolist()
+
+    def _finish(self, slab: Slab, steps: int) -> Filled:
+        """Fill the columns that are known only now, and take over what the next rollout needs."""
+        plan = self.plan
+        mask = slab.arrays[keys.MASK][:steps] if keys.MASK in slab.arrays else None
+        frames = steps * self.group.num_envs if mask is None else int(mask.sum())
+        self.random_frames.mark(slab, steps, mask)
+        renew = plan.reset_when_done and not plan.stop_at_first_end
+        self.next_traj_id = columns.fill_ids(
+            slab, steps, self.traj_ids, self._ends if renew else (), self.next_traj_id
+        )
+        slab.arrays[keys.POLICY_VERSION][:steps] = self.version
+        if steps and plan.compact_obs:
+            still_open = np.flatnonzero(~slab.arrays[keys.NEXT_DONE][steps - 1, :, 0])
+            columns.keep_final(slab, self.interface, steps - 1, still_open)
+        if steps and (plan.reset_at_each_iter or plan.set_truncated):
+            cut = columns.cut(slab, steps - 1, self.frozen)
+            if plan.reset_at_each_iter:
+                self._ends.extend((steps - 1, int(i)) for i in cut)
+                self._needs_reset = True
+        self.episodes.add(slab.arrays[keys.REWARD][:steps, :, 0], self._ends, mask)
+        for leaf in self.interface.actions:
+            check_range(leaf, slab.arrays[leaf.key][:steps])
+        for key, row in self._carry.items():
+            row[...] = slab.arrays[key][steps]
+        self.steps_made += steps
+        self.frames_made += frames
+        return Filled(slab, steps, frames)
+
+    # -- when something fails -------------------------------------------------------------------
+
+    def _keep_partial(self, slab: Slab) -> None:
+        """Keep the rows that are whole; the envs start new episodes after a failure."""
+        with contextlib.suppress(SwathError):
+            self.partial = self._finish(slab, self._filled)
+        self._needs_reset = True
+
+    def _located(self, failure: CallFailed) -> EnvError:
+        cause = failure.__cause__
+        text = failure.message or (
+            f"the env raised {type(cause).__name__}: {cause} in {failure.call}; see the cause above"
+        )
+        step = self.steps_made + self._filled
+        if failure.index is None:
+            return EnvError(text, step=step, seed=self._seed)
+        index = self.indices[failure.index]
+        seed = None if self._seed is None else env_seed(self._seed, index)
+        return EnvError(text, env=index, step=step, seed=seed)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next rollout depends on, the envs included where they pickle."""
+        random_state = self.random_state or RandomState.from_global()
+        return {
+            "carry": {key: row.copy() for key, row in self._carry.items()},
+            "needs_reset": self._needs_reset,
+            "traj_ids": self.traj_ids.copy(),
+            "next_traj_id": self.next_traj_id,
+            "frozen": self.frozen.copy(),
+            "version": self.version,
+            "steps_made": self.steps_made,
+            "frames_made": self.frames_made,
+            "seed": self._seed,
+            "random_left": self.random_frames.left,
+            "sampler": self.sampler.state_dict(),
+            "random_state": random_state.state_dict(),
+            "episodes": self.episodes.state_dict(),
+            "envs": self.group.snapshot(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        if set(state["carry"]) != set(self._carry):
+            raise UsageError(
+                "this state belongs to a collector with other keys: it carries "
+                f"{sorted(state['carry'])}, this one {sorted(self._carry)}."
+            )
+        for key, row in state["carry"].items():
+            self._carry[key][...] = row
+        self._needs_reset = state["needs_reset"]
+        self.traj_ids[...] = state["traj_ids"]
+        self.frozen[...] = state["frozen"]
+        self.next_traj_id, self.version = state["next_traj_id"], state["version"]
+        self.steps_made, self.frames_made = state["steps_made"], state["frames_made"]
+        self._seed, self.random_frames.left = state["seed"], state["random_left"]
+        self.sampler.load_state_dict(state["sampler"])
+        self.random_state = self.random_state or RandomState(0)
+        self.random_state.load_state_dict(state["random_state"])
+        self.episodes.load_state_dict(state["episodes"])
+        if state["envs"] is None:
+            self._needs_reset = True
+        else:
+            self.group.restore(state["envs"])
