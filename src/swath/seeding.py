@@ -16,6 +16,8 @@ import torch
 
 __all__ = ["RandomState", "action_generator", "env_seed"]
 
+_numpy_global: Any = np.random  # its functions for the global generator have no type stubs
+
 _STRIDE = 0x9E3779B1  # odd, so that i * _STRIDE mod 2**32 takes 2**32 different values
 
 
@@ -54,25 +56,24 @@ class RandomState:
         state = cls(0)
         state._torch = torch.get_rng_state()
         state._python = random.getstate()
-        name, *_ = legacy = np.random.get_state()  # a tuple unless the user swapped the generator
-        if name == "MT19937":
-            state._numpy.state = np.random.get_state(legacy=False)
-        del legacy
+        now: Any = np.random.get_state(legacy=False)
+        if now["bit_generator"] == "MT19937":  # unless the user put another generator there
+            state._numpy.state = now
         return state
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Swap this state in, and the caller's back at the end, come what may."""
         outer_torch, outer_python = torch.get_rng_state(), random.getstate()
-        outer_numpy = np.random.get_bit_generator()
+        outer_numpy = _numpy_global.get_bit_generator()
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
-        np.random.set_bit_generator(self._numpy)
+        _numpy_global.set_bit_generator(self._numpy)
         try:
             yield
         finally:
             self._torch, self._python = torch.get_rng_state(), random.getstate()
-            np.random.set_bit_generator(outer_numpy)
+            _numpy_global.set_bit_generator(outer_numpy)
             random.setstate(outer_python)
             torch.set_rng_state(outer_torch)
 

@@ -57,9 +57,7 @@ def action_leaves(space: gym.Space[Any]) -> list[Leaf]:
     return _leaves(space, ("action",), (), "action")
 
 
-def _leaves(
-    space: gym.Space[Any], key: Key, path: tuple[str | int, ...], kind: str
-) -> list[Leaf]:
+def _leaves(space: gym.Space[Any], key: Key, path: tuple[str | int, ...], kind: str) -> list[Leaf]:
     if isinstance(space, spaces.Dict):
         parts: Sequence[tuple[str | int, gym.Space[Any]]] = list(space.spaces.items())
     elif isinstance(space, spaces.Tuple):
@@ -79,8 +77,8 @@ def _array_form(
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if isinstance(space, spaces.Discrete):
         return (), np.dtype(np.int64)
-    if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
-        assert space.shape is not None and space.dtype is not None
+    fixed = space.is_np_flattenable and not isinstance(space, spaces.Text)
+    if fixed and space.shape is not None and space.dtype is not None:
         return tuple(space.shape), np.dtype(space.dtype)
     raise UsageError(
         f"the {kind} space has a {type(space).__name__} at {key_name(key or (kind,))}, which has "
@@ -96,14 +94,10 @@ def fetch(value: Any, path: Sequence[str | int]) -> Any:
     return value
 
 
-def builder(
-    space: gym.Space[Any], leaves: Sequence[Leaf]
-) -> Callable[[Sequence[Any]], Any]:
+def builder(space: gym.Space[Any], leaves: Sequence[Leaf]) -> Callable[[Sequence[Any]], Any]:
     """Return a function that builds a nested value of `space` from the values of its leaves."""
     if isinstance(space, spaces.Dict):
-        parts = [
-            (name, *_inner(part, leaves, name)) for name, part in space.spaces.items()
-        ]
+        parts = [(name, *_inner(part, leaves, name)) for name, part in space.spaces.items()]
         return lambda values: {
             name: build([values[n] for n in numbers]) for name, build, numbers in parts
         }

@@ -28,7 +28,7 @@ from swath.tree import Key, nest
 __all__ = ["HeapMemory", "Memory", "Slab", "SlabPool"]
 
 _ROWS_KEPT = 4096
-"""Row views are made once per slab up to this many rows; beyond, indexing is cheaper than memory."""
+"""Row views are made once per slab up to this many rows; more would cost too much memory."""
 
 
 class Memory(Protocol):
@@ -79,6 +79,14 @@ class Slab:
             found = rows.unbind(0) if rows.shape[0] <= _ROWS_KEPT else rows
             self._rows[key, batched] = found
         return found
+
+    def part(self, start: int, stop: int) -> Slab:
+        """Return the envs from `start` to `stop` as a slab of views on the same memory."""
+        part = object.__new__(Slab)
+        part.layout, part.memory, part._rows = self.layout, self.memory, {}
+        part.arrays = {key: array[:, start:stop] for key, array in self.arrays.items()}
+        part.tensors = {key: tensor[:, start:stop] for key, tensor in self.tensors.items()}
+        return part
 
     def lend(self, steps: int, batched: bool, on_return: Callable[[], None]) -> TensorDict:
         """Return the first `steps` steps as a batch of views, `[N, steps]` or `[steps]`."""

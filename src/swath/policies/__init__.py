@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from swath.errors import PolicyError, SwathError, UsageError
-from swath.policies.base import Interface, Policy, State, TorchPolicy, check_range, to_array
+from swath.policies.base import Interface, Policy, State, check_range, to_array
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
 from swath.policies.random import ActionSampler, RandomPolicy, UniformPolicy
 from swath.policies.tensordicts import TensorDictPolicy, is_tensordict_policy

@@ -116,7 +116,7 @@ class TorchPolicy:
         batch = self.interface.batch_shape
         actions = {leaf.key: leaf for leaf in self.interface.actions}
         states = {state.key for state in self.states}
-        for key, leaf in actions.items():
+        for leaf in actions.values():
             check_action(leaf, values, batch)
         for key, value in values.items():
             if key in actions or key in states:

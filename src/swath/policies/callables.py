@@ -66,8 +66,11 @@ class CallablePolicy(TorchPolicy):
         """Call the policy once, learn the form of its answer and return it as flat values."""
         values = self._read(self._call([rows[key] for key in self.inputs]))
         self.settle(values)
-        if self._single and not self.states and self.outputs == [("action",)] and not _nested(
-            values
+        if (
+            self._single
+            and not self.states
+            and self.outputs == [("action",)]
+            and not _nested(values)
         ):
             self.forward = self._forward_single
         else:

@@ -109,9 +109,7 @@ def _draw_box(
     return np.select([below & above, below, above], choices, normal).astype(space.dtype)
 
 
-def _draw_other(
-    space: gym.Space[Any], generator: np.random.Generator, steps: int
-) -> np.ndarray:
+def _draw_other(space: gym.Space[Any], generator: np.random.Generator, steps: int) -> np.ndarray:
     """Draw from a space that we do not know by its own method, seeded from the env's stream."""
     space.seed(int(generator.integers(2**31)))
     return np.stack([np.asarray(space.sample()) for _ in range(steps)])

@@ -1,9 +1,9 @@
 """Policies that are `tensordict.nn` modules, with `in_keys` and `out_keys`.
 
-Calling such a module through a fresh TensorDict costs about 90 us a step, more than a small network.
-So a module is taken apart into its inner calls (`unwrap`), which read and write a plain dict. It is
-used only where the classes are known to do nothing else, and only after both ways gave bit for bit
-the same values on the probe; otherwise the module is called the plain way.
+Calling such a module through a fresh TensorDict costs about 90 us a step, more than a small
+network. So a module is taken apart into its inner calls (`unwrap`), which read and write a plain
+dict. That is used only where the classes are known to do nothing else, and only after both ways
+gave bit for bit the same values on the probe; otherwise the module is called the plain way.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def _initial_values(module: Any) -> dict[Key, torch.Tensor]:
         return {as_key(k): v for k, v in TensorDict(given, []).items(True, True)}
     values: dict[Key, torch.Tensor] = {}
     for part in module.modules() if isinstance(module, torch.nn.Module) else ():
-        if hasattr(part, "make_tensordict_primer"):
-            primer = part.make_tensordict_primer()
-            specs = primer.primers
+        make_primer: Any = getattr(part, "make_tensordict_primer", None)
+        if make_primer is not None:
+            specs = make_primer().primers
             values.update({as_key(k): s.zero() for k, s in specs.items(True, True)})
     return values
 

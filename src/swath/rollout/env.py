@@ -43,14 +43,17 @@ class EnvGroup(Protocol):
     """Delivered as `[N, T]`; a lone env that is not batched is delivered as `[T]`."""
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
-    info_fields: list[Field]
-    """What is stored of the info dicts, below `("next", "info")`."""
     skips_rows: bool
     """Some rows are no transitions (a reset takes a step of its own); they are masked."""
     resets_singly: bool
     """Any env can be reset at any time."""
     freezes: bool
     """Envs that ended can be left alone while others go on."""
+
+    @property
+    def info_fields(self) -> list[Field]:
+        """What is stored of the info dicts, below `("next", "info")`."""
+        ...
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Give each env its seed; it counts from its next reset."""

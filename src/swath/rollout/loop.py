@@ -30,10 +30,10 @@ def run(
         settle: Closes row t: next observations, ended episodes, resets. True stops the rollout.
         shares: Where the time of a sample of the steps is added.
     """
-    started = perf_counter()
-    t = 0
+    filled = 0
+    phase = shares.steps + 1
     for t in range(steps):
-        if t % SAMPLE_EVERY:
+        if (t + phase) % SAMPLE_EVERY:
             act(t)
             ended = step(t)
         else:
@@ -44,8 +44,8 @@ def run(
             shares.env += perf_counter() - between
             shares.policy += between - before
             shares.sampled_steps += 1
+        filled = t + 1
         if settle(t, ended):
             break
-    shares.steps += t + 1
-    shares.wall += perf_counter() - started
-    return t + 1 if steps else 0
+    shares.steps += filled
+    return filled

@@ -171,6 +171,7 @@ class Runner:
     def collect(self, steps: int | None = None) -> Filled:
         """Make one rollout and return the slab that holds it."""
         steps = self.plan.steps if steps is None else steps
+        started = perf_counter()
         slab = self.pool.take()
         self._filled, self._ends = 0, []
         try:
@@ -194,7 +195,9 @@ class Runner:
                     seed=self._seed,
                 ) from error
             raise
-        return self._finish(slab, self._filled)
+        filled = self._finish(slab, self._filled)
+        self.shares.wall += perf_counter() - started
+        return filled
 
     def lend(self, filled: Filled) -> TensorDict:
         """Return a rollout as a batch; its slab comes back when nobody views it any more."""

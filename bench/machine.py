@@ -1,0 +1,51 @@
+"""Facts about the machine and the versions, to read beside the numbers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = (
+    "swath",
+    "torch",
+    "torchrl",
+    "tensordict",
+    "gymnasium",
+    "stable-baselines3",
+    "numpy",
+)
+
+
+def facts() -> dict:
+    """What the results depend on."""
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "load_average_at_start": os.getloadavg()[0],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch_threads": 1,
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"

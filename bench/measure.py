@@ -1,0 +1,147 @@
+"""Timing: contestants take turns in one process, round after round."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from bench.checks import batches_needed, problems
+from bench.contestants.base import Contestant
+from bench.works import Work
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure."""
+
+    rounds: int
+    slice_s: float
+    """Wall time aimed at for one contestant in one round."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One contestant's turn in one round."""
+
+    round: int
+    turn: int
+    frames: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def speed(self) -> float:
+        return self.frames / self.seconds
+
+
+@dataclass
+class Result:
+    """One contestant on one work. Without samples, ``reason`` says why."""
+
+    samples: list[Sample] = field(default_factory=list)
+    episodes: int = 0
+    frames_checked: int = 0
+    problems: list[str] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def speeds(self) -> list[float]:
+        return [sample.speed for sample in self.samples]
+
+    @property
+    def speed(self) -> float:
+        """Median of frames per second over the rounds."""
+        return statistics.median(self.speeds)
+
+    def ratio(self, peer: Result) -> float | None:
+        """Median over the rounds of this contestant's speed by the peer's in the same round."""
+        if not self.samples or not peer.samples:
+            return None
+        pairs = zip(self.speeds, peer.speeds, strict=True)
+        return statistics.median(own / other for own, other in pairs)
+
+    def as_json(self) -> dict:
+        summary = {"frames_per_second": round(self.speed, 1)} if self.samples else {}
+        return summary | asdict(self)
+
+
+@dataclass
+class _Runner:
+    contestant: Contestant
+    result: Result
+    frames: int = 0
+
+
+def race(work: Work, contestants: Mapping[str, type[Contestant]], plan: Plan) -> dict[str, Result]:
+    """Times every contestant on a work, then checks what each delivers.
+
+    The first round warms up and sets how many frames fill a slice; it is not counted. Turns
+    rotate from round to round, so that nobody always follows the same neighbour.
+    """
+    results = {name: Result() for name in contestants}
+    runners = []
+    for name, kind in contestants.items():
+        results[name].reason = kind.why_not(work) or ""
+        if not results[name].reason:
+            runners.append(_Runner(kind(), results[name]))
+    try:
+        for runner in runners:
+            _guard(runner, lambda runner=runner: _warm_up(work, runner, plan))
+        for number in range(plan.rounds):
+            for turn in range(len(runners)):
+                runner = runners[(turn + number) % len(runners)]
+                _guard(runner, lambda r=runner, n=number, t=turn: _take_turn(r, n, t))
+        for runner in runners:
+            _guard(runner, lambda runner=runner: _check(work, runner))
+    finally:
+        for runner in runners:
+            runner.contestant.close()
+    return results
+
+
+def _guard(runner: _Runner, act) -> None:
+    """An exception ends this contestant's part in the work, as a problem, and nobody else's."""
+    if runner.result.problems:
+        return
+    try:
+        act()
+    except Exception as error:
+        traceback.print_exc()
+        runner.result.samples.clear()
+        runner.result.problems.append(f"{type(error).__name__}: {error}")
+
+
+def _warm_up(work: Work, runner: _Runner, plan: Plan) -> None:
+    runner.contestant.setup(work)
+    batch = work.frames_per_batch
+    runner.contestant.collect(batch)
+    start = time.perf_counter()
+    frames = 0
+    while time.perf_counter() - start < plan.slice_s / 2 or not frames:
+        frames += runner.contestant.collect(batch).frames
+    speed = frames / (time.perf_counter() - start)
+    runner.frames = batch * max(1, round(speed * plan.slice_s / batch))
+
+
+def _take_turn(runner: _Runner, number: int, turn: int) -> None:
+    gc.collect()
+    cpu, start = time.process_time(), time.perf_counter()
+    summary = runner.contestant.collect(runner.frames)
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    sample = Sample(number, turn, summary.frames, seconds, cpu_seconds)
+    runner.result.samples.append(sample)
+    runner.result.episodes += summary.episodes
+
+
+def _check(work: Work, runner: _Runner) -> None:
+    contestant, result = runner.contestant, runner.result
+    batches = contestant.batches(batches_needed(work))
+    result.frames_checked = sum(batch.reward.size for batch in batches)
+    result.episodes += sum(int(batch.done.sum()) for batch in batches)
+    result.problems += problems(work, batches, own_policy=contestant.own_policy)
+    if not result.episodes:
+        result.problems.append("no episode ended")

@@ -1,0 +1,54 @@
+"""The speeds that swath is meant to reach, as ratios in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bench.contestants import HAND, SWATH, TORCHRL
+from bench.measure import Result
+
+
+@dataclass(frozen=True)
+class Target:
+    """``swath / peer`` on a work is to be at least so much."""
+
+    title: str
+    work: str
+    peer: str
+    at_least: float
+
+
+TARGETS = (
+    Target("Collector, 1 env", "cartpole-1", TORCHRL, 9.0),
+    Target("Collector, 1 env", "cartpole-1", HAND, 0.90),
+    Target("Collector, 8 envs in process", "cartpole-8", TORCHRL, 16.0),
+    Target("Collector, 8 envs in process", "cartpole-8", HAND, 0.95),
+    Target("Collector, 8 pixel envs", "pixels-8", TORCHRL, 35.0),
+    Target("Collector, 8 pixel envs", "pixels-8", HAND, 0.90),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target with what was measured; no ratio where one of the two did not run."""
+
+    target: Target
+    ratio: float | None
+
+    @property
+    def word(self) -> str:
+        if self.ratio is None:
+            return "not measured"
+        return "met" if self.ratio >= self.target.at_least else "NOT met"
+
+
+def verdicts(results: Mapping[str, Mapping[str, Result]]) -> list[Verdict]:
+    """Each target against the results of a run."""
+    found = []
+    for target in TARGETS:
+        work = results.get(target.work, {})
+        pair = work.get(SWATH), work.get(target.peer)
+        ratio = pair[0].ratio(pair[1]) if all(pair) else None
+        found.append(Verdict(target, ratio))
+    return found

@@ -1,0 +1,267 @@
+"""What every collector does with rollouts, wherever they come from.
+
+```
+ rollouts --> whole trajectories or as they are --> split, postproc, hook --> yield or replay buffer
+```
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from swath.collectors.options import Options
+from swath.delivery.split import split_trajectories
+from swath.delivery.trajectories import TrajectoryAssembler
+from swath.errors import ClosedError, UsageError
+from swath.observe.progress import Bar
+
+__all__ = ["BaseCollector"]
+
+
+class BaseCollector(abc.ABC):
+    """Iterate over batches; again after a `break`, nothing is lost.
+
+    Subclasses say where rollouts come from.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._frames = self._batches = 0
+        self._closed = False
+        self._started = 0.0
+        self._seconds = 0.0
+        self._assembler = (
+            TrajectoryAssembler(options.trajs_per_batch, options.traj_format)
+            if options.trajs_per_batch is not None
+            else None
+        )
+        self._bar = Bar(options.total_frames) if options.progress else None
+
+    # -- what subclasses provide ----------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
+        """Return the next rollout and its number of frames; None if no env can go on."""
+
+    @abc.abstractmethod
+    def _shutdown(self) -> None:
+        """Free what the subclass holds."""
+
+    # -- iteration ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            answer = self._advance()
+            if answer is None:
+                return
+            yield answer[0]
+
+    def next(self) -> Any:
+        """Return the next batch, or None when there is none."""
+        answer = self._advance()
+        return None if answer is None else answer[0]
+
+    def rollout(self) -> TensorDict | None:
+        """Return one rollout as it is: not split, not processed, but counted."""
+        self._check_open()
+        return self._rollout()
+
+    def _advance(self) -> tuple[Any] | None:
+        """Return the next batch in a tuple, since a batch may be None with a replay buffer."""
+        self._check_open()
+        started = perf_counter()
+        batch = self._rollout() if self._assembler is None else self._whole_trajectories()
+        if batch is None:
+            return None
+        options = self.options
+        if options.split_trajs:
+            batch = split_trajectories(batch)
+        if options.postproc is not None:
+            batch = options.postproc(batch)
+        if options.post_collect_hook is not None:
+            options.post_collect_hook(batch)
+        self._batches += 1
+        if options.replay_buffer is not None:
+            options.replay_buffer.extend(batch)
+            batch = None
+        if options.update_at_each_batch:
+            self.update_policy_weights_()
+        self._seconds += perf_counter() - started
+        if self._bar is not None:
+            self._bar.update(self.stats(), done=self._frames_left() <= 0)
+        return (batch,)
+
+    def _rollout(self) -> TensorDict | None:
+        left = self._frames_left()
+        if left <= 0:
+            return None
+        if self.options.pre_collect_hook is not None:
+            self.options.pre_collect_hook()
+        answer = self._collect(left)
+        if answer is None:
+            return None
+        self._frames += answer[1]
+        return answer[0]
+
+    def _whole_trajectories(self) -> TensorDictBase | None:
+        assert self._assembler is not None
+        while (batch := self._assembler.pop()) is None:
+            rollout = self._rollout()
+            if rollout is None:
+                self._report_left_over()
+                return None
+            self._assembler.push(rollout)
+        return batch
+
+    def _report_left_over(self) -> None:
+        assert self._assembler is not None
+        held = self._assembler.pending()
+        if held.frames or held.open_frames:
+            warnings.warn(
+                f"total_frames is reached with {held.trajectories} whole trajectories "
+                f"({held.frames} frames), fewer than trajs_per_batch, and {held.open_frames} "
+                "frames of unfinished ones left over; partial() gives them.",
+                stacklevel=4,
+            )
+
+    def _frames_left(self) -> float:
+        total = self.options.total_frames
+        return math.inf if total == -1 else total - self._frames
+
+    def __len__(self) -> int:
+        if self.options.total_frames == -1:
+            raise TypeError("this collector has no length: total_frames is -1, so it never ends.")
+        if self._assembler is not None:
+            raise TypeError(
+                "this collector has no length: with trajs_per_batch the number of batches depends "
+                "on the episodes."
+            )
+        return -(-self.options.total_frames // self.frames_per_batch)
+
+    @property
+    @abc.abstractmethod
+    def frames_per_batch(self) -> int:
+        """Frames of a full batch."""
+
+    # -- weights --------------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def policy_version(self) -> int:
+        """The newest published version."""
+
+    @abc.abstractmethod
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
+        """Publish weights and return their version."""
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def partial(self) -> TensorDictBase | None:
+        """Return frames that were collected but not delivered, once; None if there are none.
+
+        After an exception these are the whole steps of the broken rollout; with `trajs_per_batch`
+        the trajectories that were waiting come first.
+        """
+        broken = self._broken()
+        if self._assembler is None:
+            return broken
+        if broken is not None:
+            self._assembler.push(broken)
+        return self._assembler.drain()
+
+    @abc.abstractmethod
+    def _broken(self) -> TensorDict | None:
+        """Return the whole steps of a rollout that failed, once."""
+
+    def shutdown(self) -> None:
+        """End the collection and close the envs; calling it again is nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._bar is not None:
+            self._bar.close()
+        self._shutdown()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(
+                f"this {type(self).__name__} was shut down; make a new one to collect more."
+            )
+
+    def __enter__(self) -> BaseCollector:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    # -- state ----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Return counts, speed and episode statistics."""
+
+    @abc.abstractmethod
+    def _source_state(self) -> Any:
+        """Return all that the next rollout depends on."""
+
+    @abc.abstractmethod
+    def _load_source_state(self, state: Any) -> None:
+        """Continue from what `_source_state` returned."""
+
+    @abc.abstractmethod
+    def _module(self) -> torch.nn.Module | None:
+        """Return the policy if it has weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state: counters, ids, random streams, envs, weights.
+
+        It holds plain numbers and tensors, so `torch.save` and `torch.load` take it as it is. Load
+        only states that you trust: it contains pickled envs.
+        """
+        self._check_open()
+        module = self._module()
+        inner = {
+            "source": self._source_state(),
+            "assembler": None if self._assembler is None else self._assembler.state_dict(),
+        }
+        blob = io.BytesIO()
+        pickle.dump(inner, blob, protocol=pickle.HIGHEST_PROTOCOL)
+        state: dict[str, Any] = {
+            "format": 1,
+            "frames": self._frames,
+            "batches": self._batches,
+            "collector": torch.frombuffer(bytearray(blob.getvalue()), dtype=torch.uint8),
+        }
+        if module is not None:
+            state["policy"] = {k: v.detach().clone() for k, v in module.state_dict().items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, bit for bit where the envs could be pickled."""
+        self._check_open()
+        if state.get("format") != 1:
+            raise UsageError(
+                f"this is no state of a swath collector (format {state.get('format')!r}; 1 was "
+                "expected)."
+            )
+        inner = pickle.loads(state["collector"].numpy().tobytes())
+        if (inner["assembler"] is None) != (self._assembler is None):
+            raise UsageError("one of state and collector has trajs_per_batch, the other has not.")
+        module = self._module()
+        if module is not None and "policy" in state:
+            module.load_state_dict(state["policy"])
+        self._load_source_state(inner["source"])
+        if self._assembler is not None:
+            self._assembler.load_state_dict(inner["assembler"])
+        self._frames, self._batches = state["frames"], state["batches"]

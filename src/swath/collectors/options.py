@@ -1,0 +1,260 @@
+"""All options of all collectors, declared once.
+
+A collector takes its keyword arguments through `Options.parse`, which knows the old names, refuses
+unknown ones with the nearest known, and checks values and their combinations at construction.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from tensordict.nn import InteractionType
+
+from swath.errors import UsageError, nearest
+from swath.memory import MemoryOrder
+
+__all__ = ["Options"]
+
+_OLD_NAMES = {
+    "exploration_mode": "exploration_type",
+    "devices": "policy_device",
+    "passing_devices": "storing_device",
+}
+_NEEDS_WORKERS = (
+    "cat_results",
+    "preemptive_threshold",
+    "num_workers",
+    "num_threads",
+    "max_lag",
+    "init_fn",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a collection is to be like."""
+
+    frames_per_batch: int = field(default=0)
+    """Frames in one batch, over all envs; rounded up, with a warning, to a multiple of the envs."""
+    total_frames: int = -1
+    """Frames to collect in all; the last batch is cut to meet it. -1 never ends."""
+    max_frames_per_traj: int | None = None
+    """A trajectory that reaches this length is truncated and its env reset."""
+    init_random_frames: int = 0
+    """So many frames, exactly, get a random action first; `("collector", "random")` says which."""
+    reset_at_each_iter: bool = False
+    """Start each batch with new episodes; the open ones are marked truncated."""
+    reset_when_done: bool = True
+    """If False, an env that ended stays ended; its later rows are masked."""
+    split_trajs: bool = False
+    """Deliver `[trajectories, T_max]`, zero padded, with `("collector", "mask")`."""
+    trajs_per_batch: int | None = None
+    """Deliver exactly so many whole trajectories per batch, in order of completion."""
+    traj_format: Literal["padded", "cat"] = "padded"
+    """Form of whole trajectories: `[n, T_max]` with mask, or `[sum T]`."""
+    exploration_type: InteractionType | str = InteractionType.RANDOM
+    """How probabilistic policies choose: random, mode, median, mean or deterministic."""
+    set_truncated: bool = False
+    """Mark the last step of each batch as truncated, though the episode goes on in the next."""
+    compact_obs: bool = False
+    """Do not store next observations twice; see `swath.collectors.utils.restore_next`."""
+    memory_order: MemoryOrder = "time"
+    """Order in memory: "time" (`[T, N]`, a step is contiguous) or "batch" (`[N, T]`)."""
+    postproc: Callable[[Any], Any] | None = None
+    """Called with each batch; what it returns is delivered."""
+    pre_collect_hook: Callable[[], Any] | None = None
+    """Called before each rollout."""
+    post_collect_hook: Callable[[Any], Any] | None = None
+    """Called with each batch before it is delivered."""
+    replay_buffer: Any = None
+    """Anything with `extend`: batches go there, and iteration yields None."""
+    policy_factory: Callable[[], Any] | None = None
+    """Makes the policy; instead of `policy`."""
+    compile_policy: bool | Mapping[str, Any] = False
+    """Run the policy through `torch.compile`; a mapping holds its keyword arguments."""
+    cudagraph_policy: bool = False
+    """Run the policy in a CUDA graph; needs a policy on a CUDA device."""
+    update_at_each_batch: bool = False
+    """Publish the weights after each batch, as `update_policy_weights_()` does."""
+    device: str | torch.device | None = None
+    """Sets the three below where they are not given."""
+    env_device: str | torch.device | None = None
+    """Where envs live."""
+    policy_device: str | torch.device | None = None
+    """Where the policy lives."""
+    storing_device: str | torch.device | None = None
+    """Where batches are delivered."""
+    create_env_kwargs: Mapping[str, Any] | None = None
+    """Keyword arguments for the callable that makes the env."""
+    seed: int | None = None
+    """Seeds envs, random actions and the policy's draws; see `set_seed`."""
+    progress: bool = False
+    """Show a progress bar."""
+
+    @classmethod
+    def parse(cls, owner: str, given: Mapping[str, Any]) -> Options:
+        """Return the options from keyword arguments, checked.
+
+        Args:
+            owner: Name of the class for messages.
+            given: The keyword arguments.
+        """
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            new = _OLD_NAMES.get(name, name)
+            if new in _NEEDS_WORKERS:
+                raise UsageError(
+                    f"{owner} has no option {name!r}: it collects in this process, and {name!r} "
+                    "is for collectors with workers."
+                )
+            if new not in known:
+                raise UsageError(
+                    f"{owner} has no option {name!r}.{nearest(name, [*known, *_OLD_NAMES])}"
+                )
+            if new in values:
+                raise UsageError(f"{name!r} is the old name of {new!r}; give only one of them.")
+            values[new] = value
+        return cls(**values)
+
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """Return the signature of a collector, for help() and editors."""
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [
+            inspect.Parameter("create_env_fn", kind),
+            inspect.Parameter("policy", kind, default=None),
+        ]
+        for f in fields(cls):
+            default = inspect.Parameter.empty if f.default is MISSING else f.default
+            parameters.append(
+                inspect.Parameter(
+                    f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=f.type
+                )
+            )
+        return inspect.Signature(parameters)
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_callables()
+        self._check_choices()
+        self._check_devices()
+        self._check_combinations()
+
+    def _check_counts(self) -> None:
+        _at_least("frames_per_batch", self.frames_per_batch, 1, "frames over all envs in a batch")
+        _at_least("init_random_frames", self.init_random_frames, 0, "")
+        for name, least in (("max_frames_per_traj", 1), ("trajs_per_batch", 1), ("seed", 0)):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), least, "or None")
+        _at_least("total_frames", self.total_frames, -1, "-1 collects for ever")
+        if self.total_frames == 0:
+            raise UsageError("total_frames must be at least 1, or -1 to collect for ever; got 0.")
+
+    def _check_callables(self) -> None:
+        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise UsageError(f"{name} must be callable; got {type(value).__name__} {value!r}.")
+        if self.replay_buffer is not None and not hasattr(self.replay_buffer, "extend"):
+            raise UsageError(
+                f"replay_buffer must have a method extend(batch); got "
+                f"{type(self.replay_buffer).__name__}."
+            )
+
+    def _check_choices(self) -> None:
+        for name in (
+            "reset_at_each_iter",
+            "reset_when_done",
+            "split_trajs",
+            "set_truncated",
+            "compact_obs",
+            "cudagraph_policy",
+            "update_at_each_batch",
+            "progress",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UsageError(f"{name} must be True or False; got {value!r}.")
+        _one_of("traj_format", self.traj_format, ("padded", "cat"))
+        _one_of("memory_order", self.memory_order, ("time", "batch"))
+        self.interaction_type  # noqa: B018 - raises if it is none
+
+    def _check_devices(self) -> None:
+        for name in ("device", "env_device", "policy_device", "storing_device"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                kind = torch.device(value).type
+            except (RuntimeError, TypeError) as error:
+                raise UsageError(f"{name} is {value!r}, which is no torch device.") from error
+            if kind != "cpu":
+                raise UsageError(f"{name} is {value!r}; this version collects on the CPU only.")
+        if self.cudagraph_policy:
+            raise UsageError("cudagraph_policy needs a policy on a CUDA device.")
+
+    def _check_combinations(self) -> None:
+        whole = self.trajs_per_batch is not None
+        for clash, reason in (
+            (whole and self.split_trajs, "trajs_per_batch already delivers whole trajectories"),
+            (whole and self.compact_obs, "whole trajectories hold their next observations"),
+            (whole and not self.reset_when_done, "an env that stays ended has one trajectory"),
+            (not whole and self.traj_format != "padded", "traj_format goes with trajs_per_batch"),
+            (
+                self.reset_at_each_iter and not self.reset_when_done,
+                "reset_at_each_iter resets what reset_when_done=False leaves alone",
+            ),
+        ):
+            if clash:
+                names = [
+                    name
+                    for name in (
+                        "trajs_per_batch",
+                        "split_trajs",
+                        "compact_obs",
+                        "reset_when_done",
+                        "traj_format",
+                        "reset_at_each_iter",
+                    )
+                    if getattr(self, name) != _default(name)
+                ]
+                raise UsageError(f"{' and '.join(names)} do not go together: {reason}.")
+
+    @property
+    def interaction_type(self) -> InteractionType:
+        """How probabilistic policies choose, as tensordict's enum."""
+        value = self.exploration_type
+        if isinstance(value, InteractionType):
+            return value
+        choices = [kind.name.lower() for kind in InteractionType]
+        name = value.lower() if isinstance(value, str) else value
+        _one_of("exploration_type", name, choices)
+        return InteractionType[str(name).upper()]
+
+    @property
+    def compile_arguments(self) -> dict[str, Any] | None:
+        """Keyword arguments for `torch.compile`, or None to leave the policy as it is."""
+        if isinstance(self.compile_policy, Mapping):
+            return dict(self.compile_policy)
+        return {} if self.compile_policy else None
+
+
+def _default(name: str) -> Any:
+    return next(f.default for f in fields(Options) if f.name == name)
+
+
+def _at_least(name: str, value: Any, least: int, remark: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        remark = f" ({remark})" if remark else ""
+        raise UsageError(f"{name} must be an int of at least {least}{remark}; got {value!r}.")
+
+
+def _one_of(name: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise UsageError(f"{name} must be one of {', '.join(choices)}; got {value!r}.{hint}")

@@ -1,0 +1,216 @@
+"""`Collector`: rollouts made in this process, by one runner."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from swath.collectors.base import BaseCollector
+from swath.collectors.options import Options
+from swath.envs import as_group
+from swath.errors import UsageError
+from swath.rollout import EnvGroup, Plan, Runner
+
+__all__ = ["Collector"]
+
+
+class Collector(BaseCollector):
+    """Collect in this process: environments and a policy in, TensorDict batches out.
+
+    Args:
+        create_env_fn: The envs: a gymnasium id, an env, a vector env, a swath or TorchRL env, a
+            callable that makes one, or a list of such.
+        policy: None (random), a callable or `nn.Module` from observation to action, or a
+            `tensordict.nn` module.
+        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+
+    >>> from swath.envs import SerialEnv
+    >>> env = SerialEnv(4, "CartPole-v1")
+    >>> with Collector(env, frames_per_batch=200, total_frames=400, seed=0) as collector:
+    ...     for data in collector:
+    ...         print(data.batch_size)
+    torch.Size([4, 50])
+    torch.Size([4, 50])
+    """
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        parsed = Options.parse(type(self).__name__, options)
+        if parsed.policy_factory is not None:
+            policy = _made_by(parsed.policy_factory, policy)
+        self._policy = policy
+        super().__init__(parsed)
+        self.group = as_group(create_env_fn, parsed.create_env_kwargs)
+        try:
+            _check_group(self.group, parsed)
+            self._runner = Runner(self.group, policy, _plan(parsed, self.group.num_envs))
+        except BaseException:
+            self.group.close()
+            raise
+
+    @property
+    def frames_per_batch(self) -> int:
+        """Frames of a full batch."""
+        return self._runner.plan.steps * self.group.num_envs
+
+    def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
+        if self._runner.all_frozen:
+            return None
+        n = self.group.num_envs
+        steps = min(self._runner.plan.steps, -(-frames_left // n))
+        filled = self._runner.collect(int(steps))
+        return self._runner.lend(filled), filled.frames
+
+    def _broken(self) -> TensorDict | None:
+        filled, self._runner.partial = self._runner.partial, None
+        if filled is None or not filled.steps:
+            return None
+        self._frames += filled.frames
+        return self._runner.lend(filled)
+
+    def _shutdown(self) -> None:
+        self.group.close()
+
+    def reset(self) -> None:
+        """Start new episodes with the next batch; open ones are cut where they stand."""
+        self._check_open()
+        self._runner.reset()
+        if self._assembler is not None:
+            self._assembler.discard_open()
+
+    def set_seed(self, seed: int) -> int:
+        """Restart every random stream from this seed, beginning with the next batch."""
+        self._check_open()
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise UsageError(f"seed must be an int of at least 0; got {seed!r}.")
+        self._runner.set_seed(seed)
+        if self._assembler is not None:
+            self._assembler.discard_open()
+        return seed
+
+    @property
+    def policy_version(self) -> int:
+        """The newest published version."""
+        return self._runner.version
+
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
+        """Publish weights to the policy and return their version.
+
+        Args:
+            policy_or_weights: A module, a state dict or a TensorDict of parameters to copy into
+                the policy. None when learner and policy are one object: then only the version
+                counts up.
+        """
+        self._check_open()
+        if policy_or_weights is not None and policy_or_weights is not self._policy:
+            module = self._module()
+            if module is None:
+                raise UsageError("this collector's policy has no weights to update.")
+            _copy_weights(policy_or_weights, module)
+        self._runner.version += 1
+        return self._runner.version
+
+    def _module(self) -> torch.nn.Module | None:
+        return self._policy if isinstance(self._policy, torch.nn.Module) else None
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts, speed, where the time goes, and episode statistics."""
+        runner = self._runner
+        seconds = max(self._seconds, runner.shares.wall)
+        return {
+            "frames": self._frames,
+            "batches": self._batches,
+            "frames_per_second": runner.frames_made / seconds if seconds else 0.0,
+            "time": runner.shares.as_dict(),
+            **runner.episodes.as_dict(),
+            "policy_version": runner.version,
+            "slabs": runner.pool.made,
+        }
+
+    def _source_state(self) -> Any:
+        return self._runner.state_dict()
+
+    def _load_source_state(self, state: Any) -> None:
+        if state["envs"] is None:
+            warnings.warn(
+                "this state holds no envs, since they could not be pickled: new episodes start.",
+                stacklevel=3,
+            )
+        self._runner.load_state_dict(state)
+
+
+Collector.__signature__ = Options.signature()  # type: ignore[attr-defined]
+
+
+def _made_by(factory: Any, policy: Any) -> Any:
+    if policy is not None:
+        raise UsageError("policy and policy_factory are both given; give one of them.")
+    made = factory()
+    if made is None:
+        raise UsageError(
+            f"policy_factory {factory!r} returned None; it must return a policy. Leave it out for "
+            "random actions."
+        )
+    return made
+
+
+def _plan(options: Options, num_envs: int) -> Plan:
+    steps = -(-options.frames_per_batch // num_envs)
+    if steps * num_envs != options.frames_per_batch:
+        warnings.warn(
+            f"frames_per_batch={options.frames_per_batch} is not a multiple of the {num_envs} envs "
+            f"and is rounded up to {steps * num_envs}.",
+            stacklevel=4,
+        )
+    return Plan(
+        steps=steps,
+        max_frames_per_traj=options.max_frames_per_traj,
+        init_random_frames=options.init_random_frames,
+        reset_at_each_iter=options.reset_at_each_iter,
+        reset_when_done=options.reset_when_done,
+        set_truncated=options.set_truncated,
+        compact_obs=options.compact_obs,
+        exploration_type=options.interaction_type,
+        memory_order=options.memory_order,
+        compile_policy=options.compile_arguments,
+        seed=options.seed,
+    )
+
+
+def _check_group(group: EnvGroup, options: Options) -> None:
+    """Refuse options that these envs cannot honour."""
+    if options.max_frames_per_traj is not None and not group.resets_singly:
+        raise UsageError(
+            "max_frames_per_traj needs envs that can be reset one by one, which this vector env "
+            "cannot. Limit the episodes inside the env (gymnasium.wrappers.TimeLimit)."
+        )
+    if not options.reset_when_done and not group.freezes:
+        raise UsageError(
+            "reset_when_done=False needs envs that can be stepped one by one, which a vector env "
+            "cannot. Pass a list of env makers or a SerialEnv."
+        )
+
+
+def _copy_weights(source: Any, module: torch.nn.Module) -> None:
+    """Copy parameters and buffers into the policy; the source is only read."""
+    if isinstance(source, torch.nn.Module):
+        source = source.state_dict()
+    elif isinstance(source, TensorDictBase):
+        source = dict(source.flatten_keys(".").items())
+    if not isinstance(source, Mapping):
+        raise UsageError(
+            f"weights must be a module, a state dict or a TensorDict; got {type(source).__name__}."
+        )
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    unknown = [name for name in source if name not in own]
+    missing = [name for name in own if name not in source]
+    if unknown or missing:
+        raise UsageError(
+            f"these weights do not fit the policy: missing {missing}, unknown {unknown}."
+        )
+    with torch.no_grad():
+        for name, value in source.items():
+            own[name].copy_(value)
