@@ -24,10 +24,8 @@ def facts() -> dict:
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "load_average_at_start": os.getloadavg()[0],
+        "cores": os.cpu_count(),
+        "load_average_at_start": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch_threads": 1,

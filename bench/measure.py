@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import resource
 import statistics
 import time
 import traceback
@@ -21,6 +23,8 @@ class Plan:
     rounds: int
     slice_s: float
     """Wall time aimed at for one contestant in one round."""
+    whole_episodes: bool = True
+    """Check so many batches that an episode is seen from reset to end, not only two."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Sample:
     frames: int
     seconds: float
     cpu_seconds: float
+    page_faults: int
 
     @property
     def speed(self) -> float:
@@ -73,6 +78,7 @@ class Result:
 class _Runner:
     contestant: Contestant
     result: Result
+    is_set_up: bool = False
     frames: int = 0
 
 
@@ -96,10 +102,11 @@ def race(work: Work, contestants: Mapping[str, type[Contestant]], plan: Plan) ->
                 runner = runners[(turn + number) % len(runners)]
                 _guard(runner, lambda r=runner, n=number, t=turn: _take_turn(r, n, t))
         for runner in runners:
-            _guard(runner, lambda runner=runner: _check(work, runner))
+            _guard(runner, lambda runner=runner: _check(work, runner, plan))
     finally:
         for runner in runners:
-            runner.contestant.close()
+            if runner.is_set_up:
+                runner.contestant.close()
     return results
 
 
@@ -117,31 +124,38 @@ def _guard(runner: _Runner, act) -> None:
 
 def _warm_up(work: Work, runner: _Runner, plan: Plan) -> None:
     runner.contestant.setup(work)
-    batch = work.frames_per_batch
-    runner.contestant.collect(batch)
-    start = time.perf_counter()
-    frames = 0
-    while time.perf_counter() - start < plan.slice_s / 2 or not frames:
-        frames += runner.contestant.collect(batch).frames
-    speed = frames / (time.perf_counter() - start)
-    runner.frames = batch * max(1, round(speed * plan.slice_s / batch))
+    runner.is_set_up = True
+    end = time.perf_counter() + plan.slice_s
+    batch_s = math.inf
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        runner.contestant.collect(work.frames_per_batch)
+        batch_s = min(batch_s, time.perf_counter() - start)
+    runner.frames = work.frames_per_batch * max(1, round(plan.slice_s / batch_s))
 
 
 def _take_turn(runner: _Runner, number: int, turn: int) -> None:
     gc.collect()
-    cpu, start = time.process_time(), time.perf_counter()
+    faults, cpu, start = _page_faults(), time.process_time(), time.perf_counter()
     summary = runner.contestant.collect(runner.frames)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-    sample = Sample(number, turn, summary.frames, seconds, cpu_seconds)
+    spent = (seconds, cpu_seconds, _page_faults() - faults)
+    sample = Sample(number, turn, summary.frames, *spent)
     runner.result.samples.append(sample)
     runner.result.episodes += summary.episodes
 
 
-def _check(work: Work, runner: _Runner) -> None:
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _check(work: Work, runner: _Runner, plan: Plan) -> None:
     contestant, result = runner.contestant, runner.result
-    batches = contestant.batches(batches_needed(work))
+    batches = contestant.batches(batches_needed(work) if plan.whole_episodes else 2)
     result.frames_checked = sum(batch.reward.size for batch in batches)
     result.episodes += sum(int(batch.done.sum()) for batch in batches)
     result.problems += problems(work, batches, own_policy=contestant.own_policy)
-    if not result.episodes:
-        result.problems.append("no episode ended")
+    frames = result.frames_checked + sum(sample.frames for sample in result.samples)
+    steps = frames // work.num_envs
+    if not result.episodes and steps >= work.rules.time_limit:
+        result.problems.append(f"no episode ended in {steps} steps")

@@ -52,13 +52,15 @@ def race_table(console: Console, work: Work, results: Mapping[str, Result]) -> N
         table.add_row(name, *_cells(result, peers))
     console.print(table)
     for name, result in results.items():
+        if result.reason:
+            console.print(f"{name}: left out, {result.reason}")
         for problem in result.problems:
             console.print(f"[red]{name} FAILED: {problem}[/]")
 
 
 def _cells(result: Result, peers: Sequence[Result]) -> list[str]:
     if not result.samples:
-        return ["-", result.reason, "-", "-", "FAILED" if result.problems else "-"]
+        return ["-", "-", "-", "-", "FAILED" if result.problems else "-"]
     checked = "FAILED" if result.problems else f"{result.frames_checked:,} frames"
     return [
         f"{result.speed:,.0f}",

@@ -40,7 +40,7 @@ def points(quick: bool) -> list[Point]:
     }
     found = []
     for title, works in series.items():
-        values = [min(works), max(works)] if quick else list(works)
+        values = list(works)[: 2 if quick else None]
         found += [Point(title, value, works[value]) for value in values]
     return found
 

@@ -50,6 +50,7 @@ class Contestant(ABC):
     def canonical(self, data: Any) -> Batch:
         """The batch in the form that the checks read."""
 
+    @abstractmethod
     def close(self) -> None:
         """Lets go of the envs."""
 

@@ -322,9 +322,32 @@ def test_gradients_and_the_graph_stay_outside():
     stream = Stream(0)
     rollout = stream.rollout(30)
     rollout["value"] = torch.ones(3, 30, requires_grad=True)
+    rollout["values"] = torch.ones(3, 30, 2, requires_grad=True)
     assembler = TrajectoryAssembler(1, "padded")
     assembler.push(rollout)
-    assert not assembler.pop()["value"].requires_grad
+    batch = assembler.pop()
+    assert not batch["value"].requires_grad
+    assert not batch["values"].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 8, 12])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_frames_of_any_width_and_alignment_are_kept_as_they_are(dtype, width, offset):
+    memory = torch.arange(offset + 4 * width).to(dtype)
+    values = memory[offset:].view(4, width)
+    data = {
+        "x": values,
+        "strided": torch.stack([values, values], -1)[..., 0],
+        "next": {"done": torch.tensor([[False], [True], [False], [True]])},
+        "collector": {"traj_ids": torch.tensor([0, 0, 1, 1])},
+    }
+    assembler = TrajectoryAssembler(2, "cat")
+    assembler.push(TensorDict(data, [4]))
+    batch = assembler.pop()
+    assert batch["x"].dtype == dtype
+    assert torch.equal(batch["x"], values)
+    assert torch.equal(batch["strided"], values)
 
 
 @pytest.mark.parametrize(

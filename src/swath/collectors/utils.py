@@ -1,7 +1,6 @@
-"""The tool that users apply to a batch: `split_trajectories`."""
+"""Helpers for what collectors deliver."""
 
-from __future__ import annotations
-
+from swath.delivery.compact import restore_next
 from swath.delivery.split import split_trajectories
 
-__all__ = ["split_trajectories"]
+__all__ = ["restore_next", "split_trajectories"]

@@ -112,12 +112,12 @@ class TrajectoryAssembler:
         starts = torch.zeros_like(groups.lengths)
         starts[ended] = lengths.cumsum(0) - lengths
 
-        leaves = is_complete[groups.group]  # [M]: the frames that go
-        rows = self._open_rows[leaves]
-        places = (starts[groups.group] + groups.position)[leaves]
+        going = is_complete[groups.group]  # [M]: the frames that go
+        rows = self._open_rows[going]
+        places = (starts[groups.group] + groups.position)[going]
         self._complete_rows.append(torch.empty_like(rows).scatter_(0, places, rows))
         self._complete_lengths.extend(lengths.tolist())
-        self._open_rows, self._open_ids = self._open_rows[~leaves], self._open_ids[~leaves]
+        self._open_rows, self._open_ids = self._open_rows[~going], self._open_ids[~going]
 
     def pop(self) -> TensorDictBase | None:
         """Return the next batch, or None while fewer than `num_trajectories` are complete."""
@@ -205,8 +205,7 @@ class _FramePool:
         self._grow(frames - self._free.numel())
         rows, self._free = self._free[:frames], self._free[frames:]
         for key, leaf in leaves.items():
-            target, source = _wide(self._leaves[key], leaf)
-            target.index_copy_(0, rows, source)
+            _as_words(self._leaves[key]).index_copy_(0, rows, _as_words(leaf))
         return rows
 
     def read(self, rows: Tensor) -> TensorDict:
@@ -254,15 +253,18 @@ def _layout(leaves: _Leaves) -> dict[Any, tuple[torch.Size, torch.dtype, torch.d
     return {key: (leaf.shape[1:], leaf.dtype, leaf.device) for key, leaf in leaves.items()}
 
 
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    """View rows of at least 8 bytes as words if they allow it, for the sake of `index_copy_`.
+def _as_words(frames: Tensor) -> Tensor:
+    """View frames as rows of 8-byte words if their size allows it.
 
-    It goes element by element: images of bytes are copied 4 times faster as words.
+    `index_copy_` goes element by element: 4,000 images of 28 kB take 17 ms as words, 72 as bytes.
     """
-    flat = [tensor.reshape(tensor.shape[0], tensor[:1].numel()) for tensor in tensors]
-    if 0:
-        pass
-    return flat
+    elements, width = frames.shape[1:].numel(), frames.element_size()
+    if width >= 8 or elements == 0 or elements * width % 8:
+        return frames
+    rows = frames.detach().reshape(frames.shape[0], elements).contiguous()
+    if rows.storage_offset() * width % 8:  # torch wants words to begin at a multiple of 8
+        rows = rows.clone()
+    return rows.view(torch.int64)
 
 
 def _leaves(rollout: TensorDictBase) -> _Leaves:

@@ -132,10 +132,7 @@ class Env:
         """
         self._opened()
         plan = Plan(steps=max_steps, stop_at_first_end=break_when_any_done, seed=seed)
-        runner = Runner(self.group, policy, plan)
-        if seed is None:
-            runner.sampler = self._sampler
-            runner.policy = as_policy(policy, self._interface, self._sampler)
+        runner = Runner(self.group, policy, plan, self._sampler)
         batch = runner.lend(runner.collect())
         self._slab = None  # the episodes moved on: the next step() must follow a reset()
         return batch

@@ -162,10 +162,13 @@ class _BoundGym:
                     ended.append(i)
                 if info_to is not None:
                     info_to(info, t, i)
-        except CallFailed:
+        except CallFailed as failure:
+            failure.completed = [j for j in self._group.live if j < i]
             raise
         except Exception as error:
-            raise CallFailed(i, "step()") from error
+            raised = CallFailed(i, "step()")
+            raised.completed = [j for j in self._group.live if j < i]
+            raise raised from error
         return ended
 
     def _write(self, observation: Any, t: int, i: int) -> None:

@@ -173,4 +173,5 @@ def _relocated(call: Callable[[], Any], start: int) -> Any:
     except CallFailed as failure:
         if failure.index is not None:
             failure.index += start
+        failure.completed = [*range(start), *(i + start for i in failure.completed)]
         raise

@@ -18,6 +18,7 @@ from swath.rollout.keys import following
 from swath.tree import Key, nest
 
 __all__ = [
+    "ROOT_FLAGS",
     "clear",
     "cut",
     "env_fields",
@@ -25,11 +26,12 @@ __all__ = [
     "final_table",
     "hold",
     "keep_final",
+    "mark_done",
     "next_pairs",
     "own_fields",
 ]
 
-_ROOT_FLAGS = (keys.DONE, keys.TERMINATED, keys.TRUNCATED)
+ROOT_FLAGS = (keys.DONE, keys.TERMINATED, keys.TRUNCATED)
 _NEXT_FLAGS = (keys.NEXT_DONE, keys.NEXT_TERMINATED, keys.NEXT_TRUNCATED)
 
 
@@ -55,7 +57,7 @@ def env_fields(
         fields.append(Field(following(state.key), shape, dtype))
     if policy.needs_is_init:
         fields.append(Field(keys.IS_INIT, (1,), torch.bool, carried=True))
-    fields += [Field(key, (1,), torch.bool, carried=True) for key in _ROOT_FLAGS]
+    fields += [Field(key, (1,), torch.bool, carried=True) for key in ROOT_FLAGS]
     fields.append(Field(keys.REWARD, (1,), torch.float32))
     fields += [Field(key, (1,), torch.bool) for key in _NEXT_FLAGS]
     if masked:
@@ -73,7 +75,7 @@ def own_fields(random: bool) -> list[Field]:
 
 def clear(slab: Slab) -> None:
     """Forget the flags of the last rollout: whoever writes next writes only what is True."""
-    for key in (*_ROOT_FLAGS, *_NEXT_FLAGS, keys.IS_INIT, keys.RANDOM):
+    for key in (*ROOT_FLAGS, *_NEXT_FLAGS, keys.IS_INIT, keys.RANDOM):
         if key in slab.arrays:
             slab.arrays[key].fill(False)
     if keys.MASK in slab.arrays:
@@ -90,6 +92,12 @@ def next_pairs(
     return [(slab.arrays[following(key)], slab.arrays[key]) for key in carried]
 
 
+def mark_done(slab: Slab, t: int, which: np.ndarray) -> None:
+    """Set `done` at step t of these envs from their two other flags."""
+    done = slab.arrays[keys.NEXT_TERMINATED][t, which] | slab.arrays[keys.NEXT_TRUNCATED][t, which]
+    slab.arrays[keys.NEXT_DONE][t, which] = done
+
+
 def keep_final(slab: Slab, interface: Interface, t: int, which: np.ndarray) -> None:
     """Put the last observation of these envs aside before a reset overwrites it."""
     for leaf in interface.observations:
@@ -102,7 +110,7 @@ def hold(slab: Slab, which: np.ndarray, t: int) -> None:
         if not place.field.carried:
             continue
         array = slab.arrays[key]
-        if key in _ROOT_FLAGS and t > 0:
+        if key in ROOT_FLAGS and t > 0:
             array[t, which] = slab.arrays[following(key)][t - 1, which]
         array[t + 1 :, which] = array[t, which]
         if following(key) in slab.arrays:

@@ -81,8 +81,12 @@ class EnvGroup(Protocol):
 
 
 class CallFailed(Exception):
-    """A call into one env failed; the loop adds where and when."""
+    """A call into one env failed; the loop adds where and when.
+
+    `completed` are the envs that had made the same step before, so that their frame is not lost.
+    """
 
     def __init__(self, index: int | None, call: str, message: str | None = None) -> None:
         super().__init__(message or call)
         self.index, self.call, self.message = index, call, message
+        self.completed: list[int] = []

@@ -62,6 +62,8 @@ class Filled:
     slab: Slab
     steps: int
     frames: int
+    mask: np.ndarray | None = None
+    """Which rows of a broken rollout are frames, `[steps, N]`; None if all are."""
 
 
 class Runner:
@@ -71,16 +73,19 @@ class Runner:
         group: The envs.
         policy: What the user passed as policy.
         plan: What a rollout is to be like.
+        sampler: Draws random actions; made from the plan's seed if not given.
     """
 
-    def __init__(self, group: EnvGroup, policy: Any, plan: Plan) -> None:
+    def __init__(
+        self, group: EnvGroup, policy: Any, plan: Plan, sampler: ActionSampler | None = None
+    ) -> None:
         self.group, self.user_policy, self.plan = group, policy, plan
         n = group.num_envs
         self.interface = Interface(
             group.observation_space, group.action_space, n, batched=group.batched
         )
         self.indices = range(plan.first_env, plan.first_env + n)
-        self.sampler = ActionSampler(self.interface.actions, self.indices)
+        self.sampler = sampler or ActionSampler(self.interface.actions, self.indices)
         self.random_frames = RandomFrames(self.sampler, plan.init_random_frames)
         self.episodes, self.shares = Episodes(n), Shares()
         self.version = self.steps_made = self.frames_made = 0
@@ -95,6 +100,12 @@ class Runner:
         if plan.seed is not None:
             self.set_seed(plan.seed)
         self.policy: Policy = as_policy(policy, self.interface, self.sampler)
+        if group.skips_rows and (self.policy.states or self.policy.needs_is_init):
+            raise UsageError(
+                "a recurrent policy cannot be used with a vector env that resets in the next step: "
+                "its state would move on in rows that are no transitions. Make the vector env with "
+                "autoreset_mode=AutoresetMode.SAME_STEP."
+            )
         self._carry: dict[Any, np.ndarray] = {}
         self._needs_reset = True
         self._first_reset()
@@ -107,8 +118,8 @@ class Runner:
         """Reset the envs into a slab of one step, and show the policy what it will see."""
         slab_layout = Layout(self._env_fields(), 1, self.group.num_envs)
         slab = Slab(slab_layout, HeapMemory(slab_layout.nbytes))
-        carried = {p.field.key for p in slab_layout.places.values() if p.field.carried}
-        self._carry = {key: slab.arrays[key][0].copy() for key in carried}
+        columns.clear(slab)
+        carried = [p.field.key for p in slab_layout.places.values() if p.field.carried]
         with self._surroundings():
             self._reset_all(slab)
             self._carry = {key: slab.arrays[key][0].copy() for key in carried}
@@ -151,6 +162,8 @@ class Runner:
             self.group.bind(slab).reset(0, None)
         except CallFailed as failure:
             raise self._located(failure) from failure.__cause__
+        for key in columns.ROOT_FLAGS:
+            slab.arrays[key][0] = False
         for state in self.policy.states:
             slab.arrays[state.key][0] = state.initial.numpy()
         if self.policy.needs_is_init:
@@ -183,7 +196,7 @@ class Runner:
                 loop.run(steps, act, self._envs.step, settle, self.shares)
         except CallFailed as failure:
             located = self._located(failure)
-            self._keep_partial(slab)
+            self._keep_partial(slab, failure.completed)
             raise located from failure.__cause__
         except BaseException as error:
             step = self.steps_made + self._filled
@@ -207,6 +220,9 @@ class Runner:
         batch = self.pool.lend(filled.slab, filled.steps, self.interface.batched)
         if table is not None:
             batch["collector"].set("final_obs", table)
+        if filled.mask is not None:
+            mask = torch.from_numpy(filled.mask)
+            batch.set(keys.MASK, mask.T.contiguous() if self.interface.batched else mask[:, 0])
         return batch
 
     @contextlib.contextmanager
@@ -258,9 +274,7 @@ class Runner:
             self.frozen[which] = True
             columns.hold(slab, which, t + 1)
         elif not self.plan.stop_at_first_end:
-            started = perf_counter()
-            self._envs.reset(t + 1, ended)
-            self.shares.resets += perf_counter() - started
+            self._reset_some(t + 1, ended)
             for state in self.policy.states:
                 slab.arrays[state.key][t + 1, which] = state.initial.numpy()
             if self.policy.needs_is_init:
@@ -273,6 +287,15 @@ class Runner:
             self._next_limit = int(self._limits.min())
         return self.plan.stop_at_first_end or self.all_frozen
 
+    def _reset_some(self, t: int, which: Sequence[int]) -> None:
+        started = perf_counter()
+        try:
+            self._envs.reset(t, which)
+        except CallFailed as failure:
+            failure.completed = []  # every env has made the step before
+            raise
+        self.shares.resets += perf_counter() - started
+
     def _truncate(self, slab: Slab, t: int, ended: Sequence[int]) -> Sequence[int]:
         """Add the envs whose trajectory has reached its longest allowed length."""
         assert self._limits is not None
@@ -281,10 +304,12 @@ class Runner:
         slab.arrays[keys.NEXT_TRUNCATED][t, by_limit] = True
         return np.union1d(np.asarray(ended, np.int64), by_limit).tolist()
 
-    def _finish(self, slab: Slab, steps: int) -> Filled:
+    def _finish(self, slab: Slab, steps: int, mask: np.ndarray | None = None) -> Filled:
         """Fill the columns that are known only now, and take over what the next rollout needs."""
         plan = self.plan
-        mask = slab.arrays[keys.MASK][:steps] if keys.MASK in slab.arrays else None
+        if keys.MASK in slab.arrays:
+            column = slab.arrays[keys.MASK][:steps]
+            mask = column if mask is None else column & mask
         frames = steps * self.group.num_envs if mask is None else int(mask.sum())
         self.random_frames.mark(slab, steps, mask)
         renew = plan.reset_when_done and not plan.stop_at_first_end
@@ -311,10 +336,25 @@ class Runner:
 
     # -- when something fails -------------------------------------------------------------------
 
-    def _keep_partial(self, slab: Slab) -> None:
-        """Keep the rows that are whole; the envs start new episodes after a failure."""
+    def _keep_partial(self, slab: Slab, completed: Sequence[int] = ()) -> None:
+        """Keep what is whole: all rows before the failure, and of its row the envs that made it.
+
+        The envs start new episodes afterwards.
+        """
+        rows, mask = self._filled, None
+        if len(completed):
+            which = np.asarray(completed)
+            pairs = columns.next_pairs(slab, self.interface, self.policy, self.plan.compact_obs)
+            for following, current in pairs:
+                following[rows, which] = current[rows + 1, which]
+            columns.mark_done(slab, rows, which)
+            rows += 1
+            mask = np.ones((rows, self.group.num_envs), bool)
+            mask[-1] = False
+            mask[-1, which] = True
         with contextlib.suppress(SwathError):
-            self.partial = self._finish(slab, self._filled)
+            whole = self._finish(slab, rows, mask)
+            self.partial = Filled(slab, rows, whole.frames, mask)
         self._needs_reset = True
 
     def _located(self, failure: CallFailed) -> EnvError:

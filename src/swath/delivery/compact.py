@@ -1,0 +1,47 @@
+"""Give a compact batch (`compact_obs=True`) its next observations back."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+
+from swath.errors import UsageError
+from swath.rollout.keys import FINAL, TRAJ_IDS, following
+
+__all__ = ["restore_next"]
+
+
+def restore_next(batch: TensorDictBase) -> TensorDictBase:
+    """Return the batch with `("next", observation)`, true last observations included.
+
+    The batch must hold its rows in the order of time, as it was delivered; envs may be left out or
+    reordered.
+
+    Args:
+        batch: What a collector with `compact_obs=True` delivered, `[..., T]`.
+    """
+    if FINAL not in batch.keys(True):
+        raise UsageError("this batch was not collected with compact_obs=True: nothing to restore.")
+    index, table = batch[FINAL], batch["collector", "final_obs"]
+    inside = index < 0
+    ids = batch[TRAJ_IDS]
+    follows = torch.zeros_like(inside)
+    follows[..., :-1] = ids[..., :-1] == ids[..., 1:]
+    if (inside & ~follows).any():
+        raise UsageError(
+            "some rows of this batch are not followed by the next row of their trajectory, so "
+            "their next observation is not here. Call restore_next before slicing over time."
+        )
+    out = batch.copy()
+    out.set("next", batch["next"].copy())
+    for name in table.keys(True, True):
+        key = (name,) if isinstance(name, str) else name
+        observation = batch[key]
+        restored = torch.empty_like(observation)
+        time = index.ndim - 1
+        restored.narrow(time, 0, index.shape[-1] - 1).copy_(
+            observation.narrow(time, 1, index.shape[-1] - 1)
+        )
+        restored[~inside] = table[key][index[~inside]]
+        out.set(following(key), restored)
+    return out

@@ -1,0 +1,69 @@
+"""Around every test: nothing may be left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def _children() -> set[str]:
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    return set(path.read_text().split()) if path.exists() else set()
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+# Started once by libraries, for the life of the process.
+_KEPT_THREADS = ("MainThread", "ThreadPoolExecutor", "Thread-autotuning", "QueueFeeder")
+
+
+def _left(before: tuple[set[str], set[threading.Thread], set[str], int]) -> list[str]:
+    children, threads, shared, descriptors = before
+    names = [t.name for t in set(threading.enumerate()) - threads if t.is_alive()]
+    left = [f"process {pid}" for pid in _children() - children]
+    left += [f"thread {name}" for name in names if not name.startswith(_KEPT_THREADS)]
+    left += [f"/dev/shm/{name}" for name in _shared_memory() - shared]
+    # Imports on first use may keep a file open; a leak per env or batch shows as many.
+    if _descriptors() > descriptors + 3:
+        left.append(f"{_descriptors() - descriptors} file descriptors")
+    return left
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail on left-over processes, threads, shared memory and descriptors."""
+    before = (_children(), set(threading.enumerate()), _shared_memory(), _descriptors())
+    yield
+    if request.node.get_closest_marker("slow"):
+        return  # the compiler keeps its own workers
+    if _left(before):
+        gc.collect()
+        assert not _left(before), "a test left something behind"
+
+
+@pytest.fixture(autouse=True)
+def untouched_surroundings() -> Iterator[None]:
+    """Fail when a test changes the learner's thread count or grad mode."""
+    threads = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == threads
+    assert torch.is_grad_enabled()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
