@@ -8,7 +8,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-FRAMES = 4  # distinct observations of a FramesEnv; also its number of actions
+STARTS = 2  # frames 0 and 1 start an episode, frames 2 and 3 go on with it
+FRAMES = 4  # also the number of actions
 
 
 @lru_cache
@@ -24,7 +25,10 @@ def frames(shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
 
 
 class FramesEnv(gym.Env):
-    """Shows a few fixed frames in turn: no dynamics to compute, so what is left is collection."""
+    """Shows a few fixed frames in turn: no dynamics to compute, so what is left is collection.
+
+    A random frame starts the episode, so that envs differ; no episode ends on such a frame.
+    """
 
     EPISODE = 200
 
@@ -32,16 +36,16 @@ class FramesEnv(gym.Env):
         self.observation_space = spaces.Box(0, 255, shape, np.dtype(dtype))
         self.action_space = spaces.Discrete(FRAMES)
         self._frames = frames(shape, dtype)
-        self._steps = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self._steps = 0
-        return self._frames[0], {}
+        self._number = int(self.np_random.integers(STARTS))
+        return self._frames[self._number], {}
 
     def step(self, action):
         self._steps += 1
-        number = self._steps % FRAMES
+        self._number = number = STARTS + (self._number + 1) % STARTS
         truncated = self._steps >= self.EPISODE
         return self._frames[number], float(number + action), False, truncated, {}
 

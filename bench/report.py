@@ -44,7 +44,7 @@ def race_table(console: Console, work: Work, results: Mapping[str, Result]) -> N
     title = f"{work.title} ({work.name}), {work.frames_per_batch:,} frames per batch"
     table = Table(title=title, title_justify="left")
     table.add_column("", min_width=18)
-    for column in ("frames/s", "min .. max", f"of {TORCHRL}", f"of {HAND}", "checked"):
+    for column in ("frames/s", "min .. max", f"vs {TORCHRL}", f"vs {HAND}", "checked"):
         table.add_column(column, justify="right")
     nobody = Result()
     for name, result in results.items():

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from bench.batch import Rows
-from bench.envs import FRAMES, FramesEnv, RoverEnv, frames
+from bench.envs import STARTS, FramesEnv, RoverEnv, frames
 
 
 @dataclass
@@ -97,12 +97,12 @@ class Frames(Rules):
         return image[(..., *[0] * len(self._shape))].astype(np.int64)
 
     def step(self, obs: Rows, action: np.ndarray) -> Outcome:
-        after = (self._number(obs) + 1) % FRAMES
+        after = STARTS + (self._number(obs) + 1) % STARTS
         shown = np.stack(frames(self._shape, self._dtype))[after]
         return Outcome({"observation": shown}, after + action, np.zeros(len(after), bool))
 
     def is_start(self, obs: Rows) -> np.ndarray:
-        return self._number(obs) == 0
+        return self._number(obs) < STARTS
 
 
 class Rover(Rules):

@@ -14,6 +14,7 @@ from bench.envs import FramesEnv, RoverEnv
 from bench.policies import Glance, Greedy, Torque
 
 CARTPOLE_SEED = 1  # untrained weights whose episodes last about 40 steps; most seeds give 9
+ROVER_SEED = 9  # some episodes terminate, some reach the time limit
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ WORKS = (
         num_envs=8,
         steps=125,
         make=RoverEnv,
-        policy=partial(Greedy, 3, 4, seed=0),
+        policy=partial(Greedy, 3, 4, seed=ROVER_SEED),
         rules=rules.Rover(),
         policy_key="position",
         keys=("position", "camera", "mode"),

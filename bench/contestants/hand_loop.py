@@ -68,33 +68,30 @@ class HandLoop(ArrayLoop):
     def _rollout_dict(self) -> Batch:
         length, space = self.work.steps, self._envs[0].observation_space
         policy, steps, resets = self._policy, self._steps, self._resets
-        obs, next_obs = self.rows(space, length + 1), self.rows(space, length)
+        obs = self.rows(space, length + 1)
         action = self.rows(self._envs[0].action_space, length)
         terminated, truncated = self.flags(), self.flags()
         rewards: list[float] = []
         ends = []
-        for i, ob in enumerate(self._last):
-            for key, rows in obs.items():
-                rows[0, i] = ob[key]
+        last = self._last
+        for key, rows in obs.items():
+            rows[0] = [ob[key] for ob in last]
         read = torch.from_numpy(obs[self.work.policy_key][:length]).unbind(0)
         for t, seen in enumerate(read):
             action[t] = chosen = policy(seen).numpy()
-            now = [(key, rows[t + 1]) for key, rows in obs.items()]
             last = []
-            i = 0
             for step, act in zip(steps, chosen):  # noqa: B905 (strict costs time)
                 ob, reward, over, cut, _ = step(act)
                 rewards.append(reward)
                 if over or cut:
+                    i = len(last)
                     terminated[t, i], truncated[t, i] = over, cut
                     ends.append((t, i, ob))
                     ob = resets[i]()[0]
-                for key, row in now:
-                    row[i] = ob[key]
                 last.append(ob)
-                i += 1
-            for key, row in now:
-                next_obs[key][t] = row
+            for key, rows in obs.items():
+                rows[t + 1] = [ob[key] for ob in last]
+        next_obs = {key: rows[1:].copy() for key, rows in obs.items()}
         for t, i, ob in ends:
             for key, rows in next_obs.items():
                 rows[t, i] = ob[key]

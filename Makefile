@@ -1,0 +1,46 @@
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: run test check bench docs size clean
+
+run: $(VENV)/.run                       ## collect 200,000 frames of CartPole-v1 and say how it went
+	$(BIN)/swath collect CartPole-v1 --envs 8 --frames 200000
+
+test: $(VENV)/.dev                      ## all tests, docstring examples included
+	$(BIN)/python -m pytest --doctest-modules
+
+check: $(VENV)/.dev                     ## lint, format, types, layers, size
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory size
+
+bench: $(VENV)/.bench                   ## the comparison of the README; ARGS=--quick for a short one
+	$(BIN)/python -m bench $(ARGS)
+
+docs: $(VENV)/.docs                     ## the site in site/
+	$(BIN)/mkdocs build --strict --quiet
+
+size:                                   ## lines per folder; the package stays under 8,000
+	@find src/swath -name '*.py' | xargs wc -l | awk '$$2 == "total" { print "src/swath: " $$1 " lines"; \
+	  if ($$1 > 8000) exit 1 }'
+
+# One stamp per set of packages, made again when the declarations change.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("swath needs Python 3.10 or newer; set PYTHON=...") \
+	  if sys.version_info < (3, 10) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[$*]'
+	@touch $@
+
+clean:                                  ## forget the environment and all that was built
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,259 @@
+"""Datasets on disk: frames one after the other, in tensordict's memory-map format.
+
+```
+ DIR/swath.json        what is in here: format, env, seed, policy, counts, keys
+ DIR/meta.json         tensordict's own description, which `TensorDict.load_memmap(DIR)` reads
+ DIR/*.memmap          one file per key with the bytes of all frames; nested keys are folders
+```
+
+Everything is written to `DIR.partial` and becomes `DIR` with one rename when the writer closes, so
+whatever is called `DIR` is whole. Files grow by plain appends rather than through a memory map:
+that is as fast, needs no guess of the final size, and a full disk is an error, not a dead process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import torch
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_leaf_nontensor
+
+from swath.data.files import claim, commit, partial_of
+from swath.errors import ClosedError, UsageError
+from swath.rollout import keys
+from swath.tree import Key, key_name, nest
+
+__all__ = ["DatasetWriter", "load_dataset", "read_about"]
+
+_ABOUT = "swath.json"
+_FORMAT = 1
+
+
+class DatasetWriter:
+    """Write batches to a directory that `load_dataset` reads; use it in a `with` block.
+
+    Frames stand batch after batch, within a batch env by env, and in order of time for each env.
+    Rows that `("collector", "mask")` excludes are left out, and so is the mask. Leaving the block
+    closes the writer, after an exception too: the frames written until then are kept.
+
+    Args:
+        directory: Where to; must not exist or be empty.
+        env_id: Noted in the description, like all that follow.
+        seed: The seed of the collection.
+        policy: The name of the policy.
+        observation_space: The space of one env.
+        action_space: The space of one env.
+
+    >>> import tempfile
+    >>> from swath.envs import GymEnv
+    >>> directory = tempfile.mkdtemp()
+    >>> with DatasetWriter(directory, env_id="CartPole-v1") as writer:
+    ...     writer.write(GymEnv("CartPole-v1").rollout(5))
+    >>> load_dataset(directory)["observation"].shape
+    torch.Size([5, 4])
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        env_id: str | None = None,
+        seed: int | None = None,
+        policy: str | None = None,
+        observation_space: gym.Space[Any] | None = None,
+        action_space: gym.Space[Any] | None = None,
+    ) -> None:
+        self.directory = claim(directory)
+        self._about = {
+            "env_id": env_id,
+            "seed": seed,
+            "policy": policy,
+            "observation_space": None if observation_space is None else str(observation_space),
+            "action_space": None if action_space is None else str(action_space),
+        }
+        self.frames = self.episodes = 0
+        self._columns: dict[Key, _Column] = {}
+        self._closed = False
+
+    @property
+    def load_call(self) -> str:
+        """The Python that loads the dataset."""
+        return f"swath.data.load_dataset({str(self.directory)!r})"
+
+    def write(self, batch: TensorDictBase) -> None:
+        """Append the frames of a batch `[*, T]`; all of them, or none if this raises."""
+        if self._closed:
+            raise ClosedError(f"the dataset {self.directory} is closed; make a new writer.")
+        rows = _flat_rows(batch)
+        frames = min((len(row) for row in rows.values()), default=0)
+        if not frames:
+            return
+        if not self._columns:
+            self._columns = _make_columns(partial_of(self.directory), rows)
+        self._check(rows)
+        done = rows.get(keys.NEXT_DONE)
+        try:
+            for key, tensor in rows.items():
+                self._columns[key].append(tensor)
+        except BaseException:
+            self._cut()
+            raise
+        self.frames += frames
+        self.episodes += 0 if done is None else int(done.sum())
+
+    def _check(self, rows: Mapping[Key, torch.Tensor]) -> None:
+        for key in rows.keys() ^ self._columns.keys():
+            which = "lacks" if key in self._columns else "has a new key,"
+            raise UsageError(f"this batch {which} {key_name(key)}; all must have the same keys.")
+        for key, tensor in rows.items():
+            column = self._columns[key]
+            if (tuple(tensor.shape[1:]), tensor.dtype) != (column.shape, column.dtype):
+                raise UsageError(
+                    f"{key_name(key)} is {tensor.dtype} {tuple(tensor.shape[1:])} per frame in "
+                    f"this batch, but {column.dtype} {column.shape} in the first; all batches of "
+                    "a dataset must agree."
+                )
+
+    def _cut(self) -> None:
+        """Drop what a failed write has left behind."""
+        for column in self._columns.values():
+            column.cut(self.frames)
+
+    def close(self) -> None:
+        """Finish the dataset and give it its name; calling it again is nothing."""
+        if self._closed:
+            return
+        if not self.frames:
+            self.discard()
+            raise UsageError(f"no frame was written to {self.directory}, so there is no dataset.")
+        self._closed = True
+        partial = partial_of(self.directory)
+        tensors = {key: column.finish(self.frames) for key, column in self._columns.items()}
+        TensorDict(nest(tensors), [self.frames]).memmap_(partial)
+        (partial / _ABOUT).write_text(json.dumps(self._description(), indent=2) + "\n")
+        commit(self.directory)
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "swath": importlib.metadata.version("swath"),
+            **self._about,
+            "frames": self.frames,
+            "episodes": self.episodes,
+            "keys": {
+                "/".join(key): {"dtype": str(c.dtype).split(".")[1], "shape": c.shape}
+                for key, c in self._columns.items()
+            },
+        }
+
+    def discard(self) -> None:
+        """Throw away what was written, unless it is closed already."""
+        if self._closed:
+            return
+        self._closed = True
+        for column in self._columns.values():
+            column.file.close()
+        if self._columns:
+            shutil.rmtree(partial_of(self.directory))
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and not self.frames:
+            self.discard()
+        else:
+            self.close()
+
+
+class _Column:
+    """One key of a dataset: a file with the bytes of all frames."""
+
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.path, self.shape, self.dtype = path, shape, dtype
+        self.file = path.open("wb", buffering=0)
+        self._frame_bytes = torch.Size(shape).numel() * dtype.itemsize
+
+    def append(self, rows: torch.Tensor) -> None:
+        left = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+        while left:
+            left = left[self.file.write(left) :]
+
+    def cut(self, frames: int) -> None:
+        self.file.truncate(frames * self._frame_bytes)
+        self.file.seek(0, 2)
+
+    def finish(self, frames: int) -> torch.Tensor:
+        """Close the file and return it as a memory-mapped tensor."""
+        self.file.close()
+        shape = torch.Size([frames, *self.shape])
+        if not shape.numel():
+            return torch.empty(shape, dtype=self.dtype)
+        return MemoryMappedTensor.from_filename(self.path, dtype=self.dtype, shape=shape)
+
+
+def _flat_rows(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
+    """Return the valid frames of a batch, `[frames, *shape]` each, contiguous and on the CPU."""
+    if not isinstance(batch, TensorDictBase) or not batch.batch_dims:
+        raise UsageError(
+            f"expected a batch of a collector, a TensorDict [*, T]; got {type(batch).__name__}"
+            f"{getattr(batch, 'batch_size', '')}."
+        )
+    mask = batch.get(keys.MASK, None)
+    rows = {}
+    for name in batch.keys(True, True, is_leaf=is_leaf_nontensor):
+        key: Key = (name,) if isinstance(name, str) else tuple(name)
+        if key == keys.MASK:
+            continue
+        value = batch.get(name)
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{key_name(key)} holds {type(value).__name__}, which has no array form; take it "
+                "out of the batch (after compact_obs: swath.collectors.utils.restore_next)."
+            )
+        flat = value.detach().reshape(batch.numel(), *value.shape[batch.batch_dims :]).cpu()
+        rows[key] = (flat if mask is None else flat[mask.reshape(-1).cpu()]).contiguous()
+    return rows
+
+
+def _make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _Column]:
+    """Make the directory with an empty file for each key, where tensordict looks for it."""
+    partial.mkdir(parents=True)
+    one = TensorDict(nest({key: torch.zeros_like(row[:1]) for key, row in rows.items()}), [1])
+    files = one.memmap(partial)  # it knows how to turn any key into a file name
+    return {
+        key: _Column(Path(files.get(key).filename), tuple(row.shape[1:]), row.dtype)
+        for key, row in rows.items()
+    }
+
+
+def load_dataset(directory: str | Path) -> TensorDict:
+    """Return a dataset as one memory-mapped TensorDict with batch size `[frames]`.
+
+    Nothing is read until it is used. Writing into its tensors changes the files; clone first.
+    """
+    read_about(directory)
+    return TensorDict.load_memmap(directory)
+
+
+def read_about(directory: str | Path) -> dict[str, Any]:
+    """Return the description of a dataset: env id, seed, policy, counts and keys."""
+    path = Path(directory)
+    if not (path / _ABOUT).is_file():
+        reason = f"it has no {_ABOUT}" if path.is_dir() else "there is no such directory"
+        if partial_of(path).is_dir():
+            reason += f", but {partial_of(path)} is there: its writer runs yet, or was killed"
+        raise UsageError(f"{path} is no swath dataset: {reason}.")
+    about: dict[str, Any] = json.loads((path / _ABOUT).read_text())
+    if about.get("format") != _FORMAT:
+        raise UsageError(
+            f"{path} has format {about.get('format')!r}, but this swath reads {_FORMAT}; load it "
+            f"with swath {about.get('swath')}."
+        )
+    return about
