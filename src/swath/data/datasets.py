@@ -50,12 +50,12 @@ class DatasetWriter:
         observation_space: The space of one env.
         action_space: The space of one env.
 
-    >>> import tempfile
+    >>> from tempfile import TemporaryDirectory
     >>> from swath.envs import GymEnv
-    >>> directory = tempfile.mkdtemp()
-    >>> with DatasetWriter(directory, env_id="CartPole-v1") as writer:
-    ...     writer.write(GymEnv("CartPole-v1").rollout(5))
-    >>> load_dataset(directory)["observation"].shape
+    >>> with TemporaryDirectory() as directory:
+    ...     with DatasetWriter(directory, env_id="CartPole-v1") as writer:
+    ...         writer.write(GymEnv("CartPole-v1").rollout(5))
+    ...     load_dataset(directory)["observation"].shape
     torch.Size([5, 4])
     """
 
@@ -181,7 +181,7 @@ class _Column:
         self._frame_bytes = torch.Size(shape).numel() * dtype.itemsize
 
     def append(self, rows: torch.Tensor) -> None:
-        left = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+        left = rows.reshape(-1).view(torch.uint8).numpy().data
         while left:
             left = left[self.file.write(left) :]
 

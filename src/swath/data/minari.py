@@ -84,11 +84,11 @@ def to_minari(
         if dataset_id is None:
             dataset_id = minari_id(_id_of(opened))
         _check_id(minari, dataset_id)
-        episodes = _Episodes(frames, opened.observation_space, opened.action_space)
+        episodes = _Episodes(frames, opened, minari.data_collector.EpisodeBuffer)
         with _root(partial_of(path)):
             minari.create_dataset_from_buffers(
                 dataset_id,
-                episodes.buffers(minari.data_collector.EpisodeBuffer),  # a list is asked for, but read once
+                episodes,  # a list is asked for, but it is only iterated over
                 env=opened,
                 algorithm_name=policy,
                 jpeg_encoding=False,  # the default would change the pixels
@@ -140,10 +140,8 @@ class MinariWriter:
 
     @property
     def load_call(self) -> str:
-        """The Python that loads the dataset, and the variable it needs."""
-        return (
-            f"minari.load_dataset({self.dataset_id!r}) with {_ROOT_VARIABLE}={self.directory} set"
-        )
+        """The Python that loads the dataset, and the environment variable that it needs."""
+        return f"minari.load_dataset({self.dataset_id!r})  # with {_ROOT_VARIABLE}={self.directory}"
 
     def close(self) -> None:
         """Export what was written; calling it again is nothing."""
@@ -172,17 +170,17 @@ class MinariWriter:
 class _Episodes:
     """The frames of a dataset, seen as episodes."""
 
-    def __init__(
-        self, frames: TensorDictBase, observation_space: gym.Space[Any], action_space: gym.Space[Any]
-    ) -> None:
-        observations = observation_leaves(observation_space)
-        actions = action_leaves(action_space)
-        self._build_observation = builder(observation_space, observations)
-        self._build_action = builder(action_space, actions)
+    def __init__(self, frames: TensorDictBase, env: gym.Env[Any, Any], buffer: Any) -> None:
+        observations = observation_leaves(env.observation_space)
+        actions = action_leaves(env.action_space)
+        self._build_observation = builder(env.observation_space, observations)
+        self._build_action = builder(env.action_space, actions)
+        self._buffer = buffer
         self._observations = [_column(frames, leaf.key) for leaf in observations]
         self._next = [_column(frames, keys.following(leaf.key)) for leaf in observations]
         self._actions = [_column(frames, leaf.key) for leaf in actions]
-        for leaf, column in zip([*observations, *actions], self._columns, strict=True):
+        columns = [*self._observations, *self._actions]
+        for leaf, column in zip([*observations, *actions], columns, strict=True):
             _check_column(leaf, column)
         self._reward, self._done, self._terminated, self._truncated = (
             _column(frames, key).reshape(-1)
@@ -193,11 +191,7 @@ class _Episodes:
         starts = np.flatnonzero(np.diff(ids[self._order])) + 1
         self._bounds = [0, *starts.tolist(), len(ids)]
 
-    @property
-    def _columns(self) -> list[np.ndarray]:
-        return [*self._observations, *self._actions]
-
-    def buffers(self, make: Any) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield an `EpisodeBuffer` for each trajectory, in the order in which they began."""
         for start, end in zip(self._bounds, self._bounds[1:], strict=False):
             rows = self._order[start:end]
@@ -208,7 +202,7 @@ class _Episodes:
             ]
             truncated = self._truncated[rows]
             truncated[-1] |= not self._done[last]
-            yield make(
+            yield self._buffer(
                 observations=self._build_observation(observations),
                 actions=self._build_action([column[rows] for column in self._actions]),
                 rewards=self._reward[rows],

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from swath.envs.info import InfoKeys
+from swath.envs.info import InfoKeys, InfoNames
+from swath.envs.pickling import pickled
+from swath.errors import UsageError
 from swath.memory import Slab
 from swath.rollout import CallFailed, keys
 from swath.tree import Leaf, action_leaves, builder, fetch, key_name, observation_leaves
 
-__all__ = ["GymGroup", "pickled"]
-
-
-def pickled(envs: Any) -> bytes | None:
-    """Return the envs as bytes, or None with a warning that says what a resume will do."""
-    try:
-        return cloudpickle.dumps(envs)
-    except Exception as error:  # whatever an env's pickling may raise
-        warnings.warn(
-            f"the envs cannot be pickled ({type(error).__name__}: {error}), so this state holds no "
-            "simulator state: resuming from it starts new episodes.",
-            stacklevel=2,
-        )
-        return None
+__all__ = ["GymGroup", "as_declared"]
 
 
 class GymGroup:
@@ -40,12 +28,14 @@ class GymGroup:
     freezes = True
 
     def __init__(
-        self,
-        envs: Sequence[gym.Env[Any, Any]],
-        batched: bool,
-        info_keys: Sequence[str] | Mapping[str, gym.Space[Any]] = (),
+        self, envs: Sequence[gym.Env[Any, Any]], batched: bool, info_keys: InfoNames = ()
     ) -> None:
         self.envs = list(envs)
+        if len({id(env.unwrapped) for env in self.envs}) < len(self.envs):
+            raise UsageError(
+                "one env object cannot be used for several envs; pass a callable that makes a new "
+                "one at each call."
+            )
         self.num_envs, self.batched = len(self.envs), batched
         self.observation_space = self.envs[0].observation_space
         self.action_space = self.envs[0].action_space
@@ -59,6 +49,15 @@ class GymGroup:
             # The shape of an info entry is known only from an info: this reset is the first one.
             first = self._first[0] = self._reset_one(0)
             self.info.settle(first[1])
+
+    @classmethod
+    def joined(cls, groups: Sequence[GymGroup]) -> GymGroup:
+        """Return one group of the envs of several that store the same infos."""
+        joined = cls([env for group in groups for env in group.envs], batched=True)
+        joined.info = groups[0].info
+        joined._seeds = [seed for group in groups for seed in group._seeds]
+        joined._first = [first for group in groups for first in group._first]
+        return joined
 
     @property
     def info_fields(self) -> list[Any]:
@@ -85,17 +84,20 @@ class GymGroup:
 
     def restore(self, snapshot: bytes) -> None:
         """See `EnvGroup`."""
-        self.envs, self._seeds, self._first, self.live = pickle.loads(snapshot)
+        state = pickle.loads(snapshot)
+        self.close()
+        self.envs, self._seeds, self._first, self.live = state
 
     def close(self) -> None:
-        """See `EnvGroup`."""
-        for env in self.envs:
-            env.close()
+        """See `EnvGroup`; closes all, though closing one may fail."""
+        with contextlib.ExitStack() as stack:
+            for env in self.envs:
+                stack.callback(env.close)
 
-    def first(self, i: int) -> tuple[Any, dict[str, Any]]:
-        """Start an episode of env i, with its seed if it has one that was not used yet."""
+    def first(self, i: int) -> Any:
+        """Start an episode of env i, with its seed if it has one not used yet; observe it."""
         made, self._first[i] = self._first[i], None
-        return made if made is not None else self._reset_one(i)
+        return (made or self._reset_one(i))[0]
 
     def _reset_one(self, i: int) -> tuple[Any, dict[str, Any]]:
         seed, self._seeds[i] = self._seeds[i], None
@@ -105,7 +107,7 @@ class GymGroup:
             raise CallFailed(i, "reset()") from error
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise CallFailed(
-                i, "reset()", "the env's reset() must return (observation, info), as gymnasium asks"
+                i, "reset()", f"reset() must return (observation, info); it returned {answer!r}"
             )
         return answer
 
@@ -128,11 +130,11 @@ class _BoundGym:
     def reset(self, t: int, which: Sequence[int] | None) -> None:
         """See `BoundEnvs`."""
         group = self._group
-        if which is None:
-            group.live = list(range(group.num_envs))
-        for i in range(group.num_envs) if which is None else which:
-            observation, _ = group.first(i)
-            self._write(observation, t, i)
+        which = range(group.num_envs) if which is None else which
+        if len(group.live) < group.num_envs:
+            group.live = sorted({*group.live, *map(int, which)})
+        for i in which:
+            self._write(group.first(i), t, i)
 
     def step(self, t: int) -> Sequence[int]:
         """See `BoundEnvs`."""
@@ -151,7 +153,7 @@ class _BoundGym:
                         or observation.shape != shape
                         or observation.dtype is not dtype
                     ):
-                        observation = _coerce(observation, leaf, i)
+                        observation = as_declared(observation, leaf, shape, i)
                     row[i] = observation
                 else:
                     self._write(observation, t + 1, i)
@@ -162,52 +164,55 @@ class _BoundGym:
                     ended.append(i)
                 if info_to is not None:
                     info_to(info, t, i)
-        except CallFailed as failure:
-            failure.completed = [j for j in self._group.live if j < i]
+        except CallFailed:
             raise
         except Exception as error:
-            raised = CallFailed(i, "step()")
-            raised.completed = [j for j in self._group.live if j < i]
-            raise raised from error
+            raise CallFailed(i, "step()", _own_error(error)) from error
         return ended
 
     def _write(self, observation: Any, t: int, i: int) -> None:
         for leaf, array in zip(self._leaves, self._obs, strict=True):
-            try:
-                value = fetch(observation, leaf.path)
-            except (KeyError, IndexError, TypeError) as error:
-                raise CallFailed(
-                    i,
-                    "step()",
-                    f"the observation lacks {key_name(leaf.key)}, which the observation space has",
-                ) from error
-            if (
-                value.__class__ is not np.ndarray
-                or value.shape != leaf.shape
-                or value.dtype is not leaf.dtype
-            ):
-                value = _coerce(value, leaf, i)
-            array[t, i] = value
+            array[t, i] = as_declared(observation, leaf, leaf.shape, i)
 
 
-def _coerce(value: Any, leaf: Leaf, i: int) -> np.ndarray:
-    """Return an observation in its declared form, or say how it left it."""
-    array = np.asarray(value)
-    if array.shape != leaf.shape:
-        raise CallFailed(
-            i,
-            "step()",
-            f"the observation {key_name(leaf.key)} has shape {array.shape}, but the observation "
-            f"space declares {leaf.shape}. Fix the env or its observation_space",
-        )
-    if not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
-        raise CallFailed(
-            i,
-            "step()",
-            f"the observation {key_name(leaf.key)} has dtype {array.dtype}, but the observation "
-            f"space declares {leaf.dtype}. Fix the env or its observation_space",
-        )
-    return array
+def as_declared(
+    observation: Any, leaf: Leaf, shape: tuple[int, ...], i: int | None = None
+) -> np.ndarray:
+    """Return a leaf of an observation in its declared form, or say how it left it.
+
+    Args:
+        observation: What the env gave.
+        leaf: Which part of it.
+        shape: The expected shape, with the leading dimension of a vector env.
+        i: The env, if it is known.
+    """
+    name = key_name(leaf.key)
+    try:
+        array = np.asarray(fetch(observation, leaf.path))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        text = f"the observation gives no array for {name}, which the observation space has"
+        raise CallFailed(i, "step()", f"{text} ({type(error).__name__}: {error})") from error
+    if array.shape == shape and (
+        array.dtype == leaf.dtype or np.can_cast(array.dtype, leaf.dtype, "same_kind")
+    ):
+        return array
+    raise CallFailed(
+        i,
+        "step()",
+        f"the observation {name} has shape {array.shape} and dtype {array.dtype}, but the "
+        f"observation space declares {shape} and {leaf.dtype}. Fix the env or its space",
+    )
+
+
+def _own_error(error: Exception) -> str | None:
+    """Say what is wrong if not the env raised, but what it returned could not be taken apart."""
+    traceback = error.__traceback__
+    if traceback is not None and traceback.tb_next is not None:
+        return None
+    return (
+        "step() gave no (observation, reward, terminated, truncated, info): "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 def _action_reader(group: GymGroup, slab: Slab) -> Callable[[int], Sequence[Any]]:
