@@ -42,7 +42,7 @@ def plans(options: argparse.Namespace) -> tuple[Plan, Plan]:
     if options.quick:
         rounds = options.rounds or 2
         return Plan(rounds, 0.1, whole_episodes=False), Plan(rounds, 0.05, whole_episodes=False)
-    return Plan(options.rounds or 9, 0.6), Plan(options.rounds or 5, 0.25, whole_episodes=False)
+    return Plan(options.rounds or 18, 0.25), Plan(options.rounds or 9, 0.12, whole_episodes=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

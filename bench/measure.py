@@ -62,12 +62,17 @@ class Result:
         """Median of frames per second over the rounds."""
         return statistics.median(self.speeds)
 
-    def ratio(self, peer: Result) -> float | None:
-        """Median over the rounds of this contestant's speed by the peer's in the same round."""
+    def ratios(self, peer: Result) -> list[float]:
+        """This contestant's speed by the peer's, round by round; empty where one did not run."""
         if not self.samples or not peer.samples:
-            return None
+            return []
         pairs = zip(self.speeds, peer.speeds, strict=True)
-        return statistics.median(own / other for own, other in pairs)
+        return [own / other for own, other in pairs]
+
+    def ratio(self, peer: Result) -> float | None:
+        """Median of the ratios."""
+        ratios = self.ratios(peer)
+        return statistics.median(ratios) if ratios else None
 
     def as_json(self) -> dict:
         summary = {"frames_per_second": round(self.speed, 1)} if self.samples else {}

@@ -107,12 +107,13 @@ def notes(console: Console, kinds: Mapping[str, type]) -> None:
 
 def target_table(console: Console, verdicts: Sequence[Verdict]) -> None:
     table = Table(title="Targets", title_justify="left")
-    for column in ("work", "against", "wanted", "measured", ""):
+    for column in ("work", "against", "wanted", "measured", "middle half of rounds", ""):
         table.add_column(column)
     for verdict in verdicts:
         target = verdict.target
         colour = {"met": "green", "NOT met": "red"}.get(verdict.word, "yellow")
         wanted = f">= {target.at_least:g}x"
         word = f"[{colour}]{verdict.word}[/]"
-        table.add_row(target.title, target.peer, wanted, times(verdict.ratio), word)
+        spread = " .. ".join(times(ratio) for ratio in verdict.middle_half or [])
+        table.add_row(target.title, target.peer, wanted, times(verdict.ratio), spread, word)
     console.print(table)

@@ -44,7 +44,12 @@ def write_json(path: Path, machine: Mapping, plan: Plan, races: Races, **rest: S
             for point, results in scaling
         ],
         "targets": [
-            {**asdict(verdict.target), "ratio": verdict.ratio, "verdict": verdict.word}
+            {
+                **asdict(verdict.target),
+                "ratio": verdict.ratio,
+                "ratios": verdict.ratios,
+                "verdict": verdict.word,
+            }
             for verdict in verdicts
         ],
     }
@@ -80,6 +85,7 @@ def draw(path: Path, machine: Mapping, races: Races) -> None:
         )  # fmt: skip
         axes.bar_label(bars, [_short(speed) for speed in speeds], fontsize=8, padding=2)
     axes.set_yscale("log")
+    axes.set_xlim(-0.55, len(races) - 0.45)
     axes.set_ylabel("frames per second (log scale)")
     axes.set_xticks(range(len(races)), [work.title for work, _ in races])
     axes.spines[["top", "right"]].set_visible(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,10 +32,22 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target with what was measured; no ratio where one of the two did not run."""
+    """A target with what was measured round by round; nothing where one of the two did not run."""
 
     target: Target
-    ratio: float | None
+    ratios: list[float]
+
+    @property
+    def ratio(self) -> float | None:
+        return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def middle_half(self) -> tuple[float, float] | None:
+        """First and third quartile: how sure the median is."""
+        if len(self.ratios) < 4:
+            return None
+        low, _, high = statistics.quantiles(self.ratios, n=4)
+        return low, high
 
     @property
     def word(self) -> str:
@@ -49,6 +62,5 @@ def verdicts(results: Mapping[str, Mapping[str, Result]]) -> list[Verdict]:
     for target in TARGETS:
         work = results.get(target.work, {})
         pair = work.get(SWATH), work.get(target.peer)
-        ratio = pair[0].ratio(pair[1]) if all(pair) else None
-        found.append(Verdict(target, ratio))
+        found.append(Verdict(target, pair[0].ratios(pair[1]) if all(pair) else []))
     return found

@@ -3,8 +3,8 @@
 Every error is one line on stderr with exit code 2. What is heavy to import (torch, gymnasium) is
 imported by the command that needs it, so that `swath --help` answers at once.
 
-Ctrl-C while envs are stepped ends the rollout there and then, and its whole steps are kept; while
-a batch is being written it waits for the end of that; the second Ctrl-C waits for nothing.
+Ctrl-C while envs are stepped ends the rollout there and then, and its whole steps are kept; at any
+other moment of a collection it waits for the batch; the second Ctrl-C waits for nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from time import perf_counter
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from swath.collectors import Collector
     from swath.data import DatasetWriter, MinariWriter
     from swath.envs import Env
+    from swath.observe.progress import Bar
 
 __all__ = ["app", "main"]
 
@@ -47,6 +48,13 @@ _INTERRUPTED = 130  # what a shell reports for a process that SIGINT has ended
 _BATCH = 2048
 # Click's own base of all usage errors; newer versions of typer carry a click of their own.
 _BadUsage: Any = typer.BadParameter.__base__
+_COLLECT_HELP = (
+    "Collect frames of an env, and say how it went.\n\n"
+    "The policy comes from a module that can be imported from the current directory. A function "
+    "of (observation_space, action_space), or of nothing, is called and returns it; a function of "
+    "one argument, the observation, or an nn.Module is the policy itself.\n\n"
+    "Example: swath collect CartPole-v1 --policy my_policies:make --out data"
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -64,7 +72,7 @@ class Format(str, enum.Enum):
     minari = "minari"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Job:
     """What `swath collect` was asked to do."""
 
@@ -82,16 +90,22 @@ class _Job:
 # -- commands ---------------------------------------------------------------------------------
 
 
-@app.callback()
-def _swath(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"swath {swath.__version__}")
         raise typer.Exit
 
 
-@app.command(no_args_is_help=True)
+@app.callback()
+def _swath(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None: ...
+
+
+@app.command(help=_COLLECT_HELP)
 def collect(  # noqa: PLR0913 - one parameter per option
     env: Annotated[str, typer.Argument(metavar="ENV", help="Gymnasium id, also module:Id-v0.")],
     frames: Annotated[
@@ -122,27 +136,11 @@ def collect(  # noqa: PLR0913 - one parameter per option
     ] = None,
     format: Annotated[Format, typer.Option(help="How to store it.")] = Format.tensordict,
 ) -> int:
-    """Collect frames of an env, and say how it went.
-
-    The policy comes from a module that can be imported from the current directory. A function of
-    (observation_space, action_space), or of nothing, is called and returns it; a function of one
-    argument, the observation, or an nn.Module is the policy itself.
-
-    Example: swath collect CartPole-v1 --policy my_policies:make --out data/cartpole
-    """
+    """Collect frames of an env, and say how it went."""
     if format is not Format.tensordict and out is None:
         raise UsageError(f"--format {format.value} says how to store data; add --out DIR.")
-    job = _Job(
-        env=env,
-        frames=frames,
-        envs=envs,
-        policy=policy,
-        seed=seed,
-        max_frames_per_traj=max_frames_per_traj,
-        frames_per_batch=frames_per_batch or envs * max(1, _BATCH // envs),
-        out=out,
-        format=format,
-    )
+    per_batch = frames_per_batch or envs * max(1, _BATCH // envs)
+    job = _Job(env, frames, envs, policy, seed, max_frames_per_traj, per_batch, out, format)
     with _one_line_warnings():
         return _collect(job)
 
@@ -184,8 +182,9 @@ def _collect(job: _Job) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # policies and 'module:Id-v0' envs live where the user is
     from swath.collectors import Collector
+    from swath.envs import GymEnv, SerialEnv
 
-    env = _make_env(job)
+    env = GymEnv(job.env) if job.envs == 1 else SerialEnv(job.envs, job.env)
     with contextlib.ExitStack() as stack:
         writer = _make_writer(job, env)
         if writer is not None:
@@ -201,27 +200,11 @@ def _collect(job: _Job) -> int:
         with collector:
             run = _Run(collector, writer)
             run.go(job.frames)
-        if writer is not None and writer.frames:
-            with _err.status(f"storing {writer.frames:,} frames"):
-                writer.close()
         if run.stats["frames"] or run.failure is None:
             _report(job, run)
     if run.failure is not None:
         return _fail(_explained(run.failure))
     return _INTERRUPTED if run.interrupted else 0
-
-
-def _make_env(job: _Job) -> Env:
-    from swath.envs import GymEnv, SerialEnv
-
-    try:
-        return GymEnv(job.env) if job.envs == 1 else SerialEnv(job.envs, job.env)
-    except SwathError:
-        raise
-    except Exception as error:  # whatever a module or a constructor of the user's raises
-        raise UsageError(
-            f"cannot make the env {job.env!r}: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _make_writer(job: _Job, env: Env) -> DatasetWriter | MinariWriter | None:
@@ -250,46 +233,57 @@ class _Run:
         self.failure: Exception | None = None
         self.interrupted = False
         self.collecting = self.writing = 0.0
-        self._may_stop_here = False
 
     @property
     def stats(self) -> dict[str, Any]:
+        """The statistics of the collector."""
         return self._collector.stats()
 
     def go(self, frames: int) -> None:
-        """Collect and write until all is there, Ctrl-C or a failure."""
-        with self._handling_interrupts(), _bar(frames) as show:
-            try:
-                while not self.interrupted and (batch := self._next()) is not None:
-                    self._write(batch)
-                    show(self.stats)
-            except KeyboardInterrupt:
-                self.interrupted = True
-            except (SwathError, OSError) as error:
-                self.failure = error
-            left = self._collector.partial()  # the whole steps of a rollout that was broken off
-            if left is not None:
-                self._write(left)
+        """Collect and write until all is there, Ctrl-C or a failure; then finish the dataset."""
+        from swath.observe.progress import Bar
 
-    def _next(self) -> Any:
-        started = perf_counter()
-        self._may_stop_here = True
-        try:
-            return self._collector.next()
-        finally:
-            self._may_stop_here = False
-            self.collecting += perf_counter() - started
+        bar = Bar(frames) if _out.is_terminal else None
+        with self._handling_interrupts():
+            with contextlib.closing(bar) if bar is not None else contextlib.nullcontext():
+                try:
+                    self._loop(bar)
+                except KeyboardInterrupt:
+                    self.interrupted = True
+                except (SwathError, OSError) as error:
+                    self.failure = error
+                self._write(self._collector.partial())  # whole steps of a broken rollout
+            if self.writer is not None and self.writer.frames:
+                with _err.status(f"storing {self.writer.frames:,} frames"):
+                    self.writer.close()
+
+    def _loop(self, bar: Bar | None) -> None:
+        while not self.interrupted:
+            if bar is not None:
+                bar.update(self.stats)
+            started = perf_counter()
+            try:
+                batch = self._collector.next()
+            finally:
+                self.collecting += perf_counter() - started
+            if batch is None:
+                return
+            self._write(batch)
 
     def _write(self, batch: Any) -> None:
-        started = perf_counter()
-        if self.writer is not None:
+        if self.writer is not None and batch is not None:
+            started = perf_counter()
             self.writer.write(batch)
-        self.writing += perf_counter() - started
+            self.writing += perf_counter() - started
 
     @contextlib.contextmanager
     def _handling_interrupts(self) -> Iterator[None]:
-        def handle(*_: object) -> None:
-            if self._may_stop_here or self.interrupted:
+        from swath.rollout import loop
+
+        def handle(_: int, frame: FrameType | None) -> None:
+            while frame is not None and frame.f_code is not loop.run.__code__:
+                frame = frame.f_back
+            if self.interrupted or frame is not None:
                 raise KeyboardInterrupt
             self.interrupted = True
 
@@ -368,28 +362,6 @@ def _required_arguments(function: Any) -> int | None:
 
 
 # -- what is shown ----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _bar(frames: int) -> Iterator[Any]:
-    """Show progress on stderr, if that is a terminal; yields a function that takes statistics."""
-    columns = (
-        TextColumn("[bold]collecting"),
-        BarColumn(),
-        TextColumn("{task.completed:,} of {task.total:,} frames  {task.fields[text]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as progress:
-        task = progress.add_task("", total=frames, text="")
-
-        def show(stats: dict[str, Any]) -> None:
-            text = f"{stats['frames_per_second']:,.0f}/s  {stats['episodes']:,} episodes"
-            if stats["return"] is not None:
-                text += f"  return {stats['return']['last_100']:.1f}"
-            progress.update(task, completed=min(stats["frames"], frames), text=text)
-
-        yield show
 
 
 def _report(job: _Job, run: _Run) -> None:

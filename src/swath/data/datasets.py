@@ -6,16 +6,14 @@
  DIR/*.memmap          one file per key with the bytes of all frames; nested keys are folders
 ```
 
-Everything is written to `DIR.partial` and becomes `DIR` with one rename when the writer closes, so
-whatever is called `DIR` is whole. Files grow by plain appends rather than through a memory map:
-that is as fast, needs no guess of the final size, and a full disk is an error, not a dead process.
+All of it is written as `DIR.partial` and gets its name when the writer closes: what is called
+`DIR` is whole. Files grow by plain appends rather than through a memory map: that is as fast, needs
+no guess of the final size, and a full disk is an error, not a dead process.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,8 @@ import gymnasium as gym
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_leaf_nontensor
 
-from swath.data.files import claim, commit, partial_of
+from swath import __version__
+from swath.data.files import abandon, claim, commit, partial_of
 from swath.errors import ClosedError, UsageError
 from swath.rollout import keys
 from swath.tree import Key, key_name, nest
@@ -142,7 +141,7 @@ class DatasetWriter:
     def _description(self) -> dict[str, Any]:
         return {
             "format": _FORMAT,
-            "swath": importlib.metadata.version("swath"),
+            "swath": __version__,
             **self._about,
             "frames": self.frames,
             "episodes": self.episodes,
@@ -159,8 +158,7 @@ class DatasetWriter:
         self._closed = True
         for column in self._columns.values():
             column.file.close()
-        if self._columns:
-            shutil.rmtree(partial_of(self.directory))
+        abandon(self.directory)
 
     def __enter__(self) -> DatasetWriter:
         return self
@@ -223,8 +221,7 @@ def _flat_rows(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
 
 
 def _make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _Column]:
-    """Make the directory with an empty file for each key, where tensordict looks for it."""
-    partial.mkdir(parents=True)
+    """Make an empty file for each key, where tensordict looks for it."""
     one = TensorDict(nest({key: torch.zeros_like(row[:1]) for key, row in rows.items()}), [1])
     files = one.memmap(partial)  # it knows how to turn any key into a file name
     return {

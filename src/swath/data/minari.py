@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from swath.data.datasets import DatasetWriter, load_dataset, read_about
-from swath.data.files import claim, commit, partial_of
+from swath.data.files import abandon, claim, commit, partial_of
 from swath.envs.base import make_gym
 from swath.errors import UsageError
 from swath.rollout import keys
@@ -30,7 +29,7 @@ from swath.tree import Leaf, action_leaves, builder, key_name, observation_leave
 
 __all__ = ["MinariWriter", "minari_id", "to_minari"]
 
-_ROOT_VARIABLE = "MINARI_DATASETS_PATH"
+_VARIABLE = "MINARI_DATASETS_PATH"
 _REMINDERS = r"`\w+` is set to None|env_spec is None"
 """Minari warns of every note on the author that is missing; these are the user's to add later."""
 
@@ -72,7 +71,6 @@ def to_minari(
         policy: The name of the policy, noted as `algorithm_name`.
     """
     minari = _import_minari()
-    path = claim(directory)
     if not isinstance(frames, TensorDictBase):
         about = read_about(frames)
         env, policy = env or about["env_id"], policy or about["policy"]
@@ -81,32 +79,49 @@ def to_minari(
         raise UsageError("to_minari() needs the env of these frames: pass env= with its id.")
     opened = make_gym(env)
     try:
-        if dataset_id is None:
-            dataset_id = minari_id(_id_of(opened))
-        _check_id(minari, dataset_id)
-        episodes = _Episodes(frames, opened, minari.data_collector.EpisodeBuffer)
-        with _root(partial_of(path)):
-            minari.create_dataset_from_buffers(
-                dataset_id,
-                episodes,  # a list is asked for, but it is only iterated over
-                env=opened,
-                algorithm_name=policy,
-                jpeg_encoding=False,  # the default would change the pixels
-            )
+        target = dataset_id or minari_id(_id_of(opened))
+        _check_id(minari, target)
+        path = claim(directory)
+        try:
+            _export(minari, frames, partial_of(path), env=opened, dataset_id=target, policy=policy)
+        except BaseException:
+            abandon(path)
+            raise
+        commit(path)
     finally:
         if isinstance(env, str):
             opened.close()
-    commit(path)
-    return dataset_id
+    return target
+
+
+def _export(
+    minari: Any,
+    frames: TensorDictBase,
+    root: Path,
+    *,
+    env: gym.Env[Any, Any],
+    dataset_id: str,
+    policy: str | None,
+) -> None:
+    """Write a dataset below `root`."""
+    with _minari_root(root):
+        minari.create_dataset_from_buffers(
+            dataset_id,
+            # A list is asked for, but it is only iterated over.
+            _Episodes(frames, env, minari.data_collector.EpisodeBuffer),
+            env=env if _can_be_noted(env) else None,
+            observation_space=env.observation_space,
+            action_space=env.action_space,
+            algorithm_name=policy,
+            jpeg_encoding=False,  # the default would change the pixels
+        )
 
 
 class MinariWriter:
-    """Collect batches, as `DatasetWriter` does, and export them to Minari when closed.
-
-    The frames wait in a temporary directory beside the target.
+    """Take batches as `DatasetWriter` does, and make a Minari dataset of them when closed.
 
     Args:
-        directory: Where the dataset goes; must not exist or be empty.
+        directory: Where to; must not exist or be empty.
         env: The env that the data is of, for its spaces and its spec.
         dataset_id: Its id; by default from the id of the env.
         policy: The name of the policy.
@@ -120,51 +135,66 @@ class MinariWriter:
         dataset_id: str | None = None,
         policy: str | None = None,
     ) -> None:
-        minari = _import_minari()
-        self.directory = claim(directory)
+        self._minari = _import_minari()
         self._env, self._policy = env, policy
         self.dataset_id = dataset_id or minari_id(_id_of(env))
-        _check_id(minari, self.dataset_id)
-        self.directory.parent.mkdir(parents=True, exist_ok=True)
-        self._waiting = Path(
-            tempfile.mkdtemp(prefix=f"{self.directory.name}.frames-", dir=self.directory.parent)
-        )
-        self._writer = DatasetWriter(self._waiting / "frames")
-        self.write = self._writer.write
+        _check_id(self._minari, self.dataset_id)
+        self.directory = claim(directory)
         self._closed = False
+        # Minari does not look into hidden directories.
+        self._frames = DatasetWriter(partial_of(self.directory) / ".frames")
 
     @property
     def frames(self) -> int:
         """How many frames were written."""
-        return self._writer.frames
+        return self._frames.frames
 
     @property
     def load_call(self) -> str:
         """The Python that loads the dataset, and the environment variable that it needs."""
-        return f"minari.load_dataset({self.dataset_id!r})  # with {_ROOT_VARIABLE}={self.directory}"
+        return f"minari.load_dataset({self.dataset_id!r})  # with {_VARIABLE}={self.directory}"
+
+    def write(self, batch: TensorDictBase) -> None:
+        """Add the frames of a batch; see `DatasetWriter.write`."""
+        self._frames.write(batch)
 
     def close(self) -> None:
         """Export what was written; calling it again is nothing."""
         if self._closed:
             return
         try:
-            self._writer.close()
-            to_minari(
-                load_dataset(self._writer.directory),
-                self.directory,
+            self._frames.close()
+            self._export()
+        except BaseException:
+            self.discard()
+            raise
+        self._closed = True
+        shutil.rmtree(self._frames.directory)
+        commit(self.directory)
+
+    def _export(self) -> None:
+        try:
+            _export(
+                self._minari,
+                load_dataset(self._frames.directory),
+                partial_of(self.directory),
                 env=self._env,
                 dataset_id=self.dataset_id,
                 policy=self._policy,
             )
-        finally:
-            self.discard()
+        except Exception as error:
+            self._closed = True  # what was collected is not thrown away
+            raise UsageError(
+                f"Minari could not store the episodes: {type(error).__name__}: {error}. The frames "
+                f"are kept: {self._frames.load_call}."
+            ) from error
 
     def discard(self) -> None:
-        """Remove the frames that wait."""
+        """Throw away what was written, unless it is closed already."""
         if not self._closed:
             self._closed = True
-            self._writer.discard()
-            shutil.rmtree(self._waiting)
+            self._frames.discard()
+            abandon(self.directory)
 
 
 class _Episodes:
@@ -255,19 +285,24 @@ def _id_of(env: gym.Env[Any, Any]) -> str:
     return env.spec.id if env.spec is not None else type(env.unwrapped).__name__
 
 
+def _can_be_noted(env: gym.Env[Any, Any]) -> bool:
+    """Return whether the env's spec can be stored, so that the env can be made from the dataset."""
+    try:
+        return env.spec is not None and bool(env.spec.to_json())
+    except (TypeError, ValueError):  # it holds a function, or an argument that JSON has no form for
+        return False
+
+
 @contextlib.contextmanager
-def _root(directory: Path) -> Iterator[None]:
-    """Have Minari work below a directory, without its reminders; remove it after a failure."""
-    before = os.environ.get(_ROOT_VARIABLE)
-    os.environ[_ROOT_VARIABLE] = str(directory)
+def _minari_root(directory: Path) -> Iterator[None]:
+    """Have Minari work below a directory, without its reminders."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = str(directory)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _REMINDERS, UserWarning)
             yield
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
     finally:
-        os.environ.pop(_ROOT_VARIABLE)
+        os.environ.pop(_VARIABLE)
         if before is not None:
-            os.environ[_ROOT_VARIABLE] = before
+            os.environ[_VARIABLE] = before

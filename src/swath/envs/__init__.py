@@ -1,8 +1,9 @@
 """Environments: gymnasium, vector, torch-native, TorchRL; one interface to the loop."""
 
-from swath.envs.base import Env, GymEnv, SerialEnv
+from swath.envs.base import Env
 from swath.envs.make import as_group
 from swath.envs.native import BatchedTorchEnv, TorchCartPole, TorchEnv, TorchPendulum
+from swath.envs.serial import GymEnv, SerialEnv
 
 __all__ = [
     "BatchedTorchEnv",

@@ -17,7 +17,19 @@ from swath.memory import Slab
 from swath.rollout import CallFailed, keys
 from swath.tree import Leaf, action_leaves, builder, fetch, key_name, observation_leaves
 
-__all__ = ["GymGroup", "as_declared"]
+__all__ = ["GymGroup", "as_declared", "make_gym"]
+
+
+def make_gym(env: str | gym.Env[Any, Any], **kwargs: Any) -> gym.Env[Any, Any]:
+    """Return a gymnasium env from an id, or the env itself."""
+    if isinstance(env, gym.Env):
+        return env
+    # Gymnasium's own checker looks at the first steps only; the collector checks every one.
+    kwargs = {"disable_env_checker": True, **kwargs}
+    try:
+        return gym.make(env, **kwargs)
+    except Exception as error:  # of the many things that the constructor of an env may raise
+        raise UsageError(f"gymnasium cannot make the env {env!r}: {error}") from error
 
 
 class GymGroup:
@@ -31,11 +43,6 @@ class GymGroup:
         self, envs: Sequence[gym.Env[Any, Any]], batched: bool, info_keys: InfoNames = ()
     ) -> None:
         self.envs = list(envs)
-        if len({id(env.unwrapped) for env in self.envs}) < len(self.envs):
-            raise UsageError(
-                "one env object cannot be used for several envs; pass a callable that makes a new "
-                "one at each call."
-            )
         self.num_envs, self.batched = len(self.envs), batched
         self.observation_space = self.envs[0].observation_space
         self.action_space = self.envs[0].action_space
@@ -164,10 +171,13 @@ class _BoundGym:
                     ended.append(i)
                 if info_to is not None:
                     info_to(info, t, i)
-        except CallFailed:
+        except CallFailed as failure:
+            failure.completed = [j for j in self._group.live if j < i]
             raise
         except Exception as error:
-            raise CallFailed(i, "step()", _own_error(error)) from error
+            raised = CallFailed(i, "step()", _own_error(error))
+            raised.completed = [j for j in self._group.live if j < i]
+            raise raised from error
         return ended
 
     def _write(self, observation: Any, t: int, i: int) -> None:
@@ -186,11 +196,10 @@ def as_declared(
         shape: The expected shape, with the leading dimension of a vector env.
         i: The env, if it is known.
     """
-    name = key_name(leaf.key)
     try:
         array = np.asarray(fetch(observation, leaf.path))
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        text = f"the observation gives no array for {name}, which the observation space has"
+        text = f"the observation gives no array for {key_name(leaf.key)}, which its space has"
         raise CallFailed(i, "step()", f"{text} ({type(error).__name__}: {error})") from error
     if array.shape == shape and (
         array.dtype == leaf.dtype or np.can_cast(array.dtype, leaf.dtype, "same_kind")
@@ -199,8 +208,8 @@ def as_declared(
     raise CallFailed(
         i,
         "step()",
-        f"the observation {name} has shape {array.shape} and dtype {array.dtype}, but the "
-        f"observation space declares {shape} and {leaf.dtype}. Fix the env or its space",
+        f"the observation {key_name(leaf.key)} has shape {array.shape} and dtype {array.dtype}, "
+        f"but the observation space declares {shape} and {leaf.dtype}. Fix the env or its space",
     )
 
 
@@ -237,4 +246,6 @@ def _action_reader(group: GymGroup, slab: Slab) -> Callable[[int], Sequence[Any]
 def _leaf_reader(array: np.ndarray, leaf: Leaf) -> Callable[[int], Sequence[Any]]:
     if isinstance(leaf.space, gym.spaces.Discrete):
         return lambda t: array[t].tolist()
+    if leaf.shape == ():  # an array without dimensions, not the number that indexing would give
+        return lambda t: [np.array(value) for value in array[t]]
     return lambda t: array[t].copy()

@@ -38,9 +38,7 @@ class InfoKeys:
 
     def settle(self, info: Mapping[str, Any]) -> None:
         """Fix the form of each entry from the info of the first reset."""
-        self.fields = [
-            _field(name, space, info.get(name)) for name, space in self._spaces.items()
-        ]
+        self.fields = [_field(name, space, info.get(name)) for name, space in self._spaces.items()]
 
     def settle_vector(self, infos: Mapping[str, Any]) -> None:
         """Fix the form of each entry from the infos of a vector env's first reset."""
@@ -118,6 +116,6 @@ def _missing(field: Field) -> Any:
 def _misfit(name: str, value: Any, shape: tuple[int, ...]) -> str:
     return (
         f"info[{name!r}] is a {type(value).__name__} of shape {np.shape(value)}; numbers of shape "
-        f"{shape} were expected. Say what it is, info_keys={{{name!r}: gymnasium.spaces.Box(...)}}, "
-        "or leave it out"
+        f"{shape} were expected. Say what it is with a space, "
+        f"info_keys={{{name!r}: gymnasium.spaces.Box(...)}}, or leave it out"
     )

@@ -33,7 +33,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if isinstance(obj, EzPickle) and kind.__getstate__ is EzPickle.__getstate__:
+        if isinstance(obj, EzPickle) and vars(EzPickle)["__getstate__"] is kind.__getstate__:
             raise pickle.PicklingError(
                 f"gymnasium's EzPickle keeps of {kind.__name__} only how it was made"
             )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 
 from swath.errors import PolicyError, SwathError, UsageError
-from swath.policies.base import Interface, Policy, State, check_range, to_array
+from swath.policies.base import Interface, Policy, State, TorchPolicy
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
+from swath.policies.outputs import check_range, to_array
 from swath.policies.random import ActionSampler, RandomPolicy, UniformPolicy
 from swath.policies.tensordicts import TensorDictPolicy, is_tensordict_policy
 from swath.tree import Key
@@ -33,22 +32,30 @@ __all__ = [
 
 def as_policy(policy: Any, interface: Interface, sampler: ActionSampler) -> Policy:
     """Return the adapter for whatever the user passed; computing ones still need `probe`."""
-    if policy is None or isinstance(policy, RandomPolicy):
+    if policy is None or isinstance(policy, RandomPolicy) or _is_blank_random(policy):
         return UniformPolicy(interface, sampler)
+    if isinstance(policy, type) or not callable(policy):
+        raise UsageError(
+            f"policy is {policy!r}; expected None (random), a callable or nn.Module from "
+            "observation to action, or a tensordict.nn module. Pass an object, or what makes one "
+            "as policy_factory."
+        )
     if is_tensordict_policy(policy):
         return TensorDictPolicy(interface, policy)
-    if callable(policy):
-        return CallablePolicy(interface, policy)
-    raise UsageError(
-        f"policy is a {type(policy).__name__}; expected None (random), a callable or nn.Module "
-        "from observation to action, or a tensordict.nn module."
-    )
+    return CallablePolicy(interface, policy)
+
+
+def _is_blank_random(policy: Any) -> bool:
+    """Tell TorchRL's RandomPolicy that is to take the action space from the collector."""
+    kind = type(policy)
+    ours = kind.__name__ == "RandomPolicy" and kind.__module__.startswith("torchrl.")
+    return ours and policy.action_spec is None
 
 
 def probe(
     adapter: Policy, policy: Any, rows: Mapping[Key, torch.Tensor], compile_with: Any = None
 ) -> None:
-    """Call a computing policy once, to learn what it writes; its state and RNG do not change.
+    """Call a computing policy, to learn what it writes; its buffers and all RNGs are put back.
 
     Args:
         adapter: What `as_policy` returned.
@@ -56,38 +63,16 @@ def probe(
         rows: A copy of the first rows that it will see.
         compile_with: Keyword arguments for `torch.compile`, or None to run it as it is.
     """
-    if not isinstance(adapter, (CallablePolicy, TensorDictPolicy)):
+    if not isinstance(adapter, TorchPolicy):
         return
-    with _untouched(policy):
-        try:
-            adapter.probe(rows)
-            if compile_with is not None:
-                adapter.forward = torch.compile(adapter.forward, **compile_with)
-        except SwathError:
-            raise
-        except Exception as error:
-            shapes = {"/".join(key): tuple(row.shape) for key, row in rows.items()}
-            raise PolicyError(
-                f"the policy raised {type(error).__name__}: {error}. It was called with "
-                f"{shapes}; see the cause above."
-            ) from error
-
-
-@contextlib.contextmanager
-def _untouched(policy: Any) -> Iterator[None]:
-    """Restore torch's RNG and the buffers of the module (running statistics, say)."""
-    state = torch.get_rng_state()
-    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if isinstance(policy, torch.nn.Module):
-        buffers = [
-            (b, b.detach().clone())
-            for b in policy.buffers()
-            if not isinstance(b, TensorDictBase) and not torch.nn.parameter.is_lazy(b)
-        ]
+    adapter.compile_with = compile_with
     try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
+        adapter.learn(rows)
+    except SwathError:
+        raise
+    except Exception as error:
+        shapes = {"/".join(key): tuple(rows[key].shape) for key in adapter.inputs}
+        raise PolicyError(
+            f"the policy raised {type(error).__name__}: {error}. It was called with {shapes}; "
+            "see the cause above."
+        ) from error

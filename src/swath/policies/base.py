@@ -12,27 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import gymnasium as gym
-import numpy as np
 import torch
-from gymnasium import spaces
 
-from swath.errors import PolicyError, SwathError
-from swath.memory import Field, Slab, numpy_dtype
+from swath.errors import PolicyError
+from swath.memory import Field, Slab
+from swath.policies.outputs import Form, check_free, extra_field
 from swath.tree import Key, Leaf, action_leaves, key_name, observation_leaves
 
-__all__ = [
-    "Act",
-    "Interface",
-    "Policy",
-    "State",
-    "TorchPolicy",
-    "check_action",
-    "check_range",
-    "to_array",
-]
+__all__ = ["Act", "Interface", "Policy", "State", "TorchPolicy"]
 
 Act = Callable[[int], None]
 
@@ -46,12 +37,12 @@ class Interface:
     num_envs: int
     batched: bool
 
-    @property
+    @cached_property
     def observations(self) -> list[Leaf]:
         """The leaves of one env's observation."""
         return observation_leaves(self.observation_space)
 
-    @property
+    @cached_property
     def actions(self) -> list[Leaf]:
         """The leaves of one env's action."""
         return action_leaves(self.action_space)
@@ -85,178 +76,95 @@ class Policy(Protocol):
         ...
 
 
-def to_array(value: Any) -> np.ndarray:
-    """Return a policy's output as numpy array, without a copy where it is a CPU tensor."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        if value.dtype is torch.bfloat16:
-            value = value.view(torch.uint16)
-        return value.cpu().numpy()
-    return np.asarray(value)
-
-
 class TorchPolicy:
-    """The adapter for everything that computes: `forward(*rows)` gives the values of `outputs`.
+    """The adapter for everything that computes.
 
-    Subclasses set `inputs` (keys read), `outputs` (keys written, the action first) and `forward`.
+    Subclasses set `inputs` (keys read) and `forward`, which takes their rows and returns the
+    values of `forms` in order. Where one row makes the action and nothing else, they may set
+    `direct`: the key of that row, and a function of it.
     """
 
     inputs: list[Key]
     forward: Callable[..., Sequence[Any]]
+    direct: tuple[Key, Callable[[torch.Tensor], Any]] | None = None
+    copies_inputs = False
+    """The policy keeps or changes what it is given, so it gets copies."""
+    compile_with: Mapping[str, Any] | None = None
 
     def __init__(self, interface: Interface) -> None:
         self.interface = interface
-        self.outputs: list[Key] = []
+        self.forms: list[Form] = []
         self.extras: list[Field] = []
         self.states: list[State] = []
         self.needs_is_init = False
 
+    def learn(self, rows: Mapping[Key, torch.Tensor]) -> None:
+        """Call the policy on these rows, to learn what it writes; it is left as it was."""
+        raise NotImplementedError
+
     def settle(self, values: Mapping[Key, Any]) -> None:
-        """Learn from one probe which keys are written, with which shapes, and check the action."""
+        """Fix the form of every output from the first values, after checking them."""
         batch = self.interface.batch_shape
-        actions = {leaf.key: leaf for leaf in self.interface.actions}
-        states = {state.key for state in self.states}
-        for leaf in actions.values():
-            check_action(leaf, values, batch)
-        for key, value in values.items():
-            if key in actions or key in states:
-                continue
-            array = to_array(value)
-            if array.shape[: len(batch)] != batch:
+        actions = [Form.of_action(leaf, batch) for leaf in self.interface.actions]
+        states = [Form(s.key, (*batch, *s.initial.shape), s.initial.dtype) for s in self.states]
+        for form in (*actions, *states):
+            if form.key not in values:
                 raise PolicyError(
-                    f"the policy's output {key_name(key)} has shape {tuple(array.shape)}; it must "
-                    f"start with the batch shape {batch} of its input."
+                    f"the policy gives no {key_name(form.key)}; it gave "
+                    f"{[key_name(key) for key in values]}. Return it, or a dict that has it."
                 )
-            dtype = value.dtype if isinstance(value, torch.Tensor) else torch.as_tensor(array).dtype
-            self.extras.append(Field(key, tuple(array.shape[len(batch) :]), dtype))
-        self.outputs = [*actions, *(field.key for field in self.extras), *sorted(states)]
+            form.check(form.fit(values[form.key]))
+        needed = [form.key for form in (*actions, *states)]
+        taken = {*(leaf.key for leaf in self.interface.observations), *self.inputs, *needed}
+        for key in values:
+            if key not in needed:
+                check_free(key, taken)
+                self.extras.append(extra_field(key, values[key], batch))
+        extras = [Form(field.key, (*batch, *field.shape), field.dtype) for field in self.extras]
+        self.forms = [*actions, *extras, *states]
+
+    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call as it is to be made: through `torch.compile` if the user asked so."""
+        return call if self.compile_with is None else torch.compile(call, **self.compile_with)
 
     def bind(self, slab: Slab, steps: int) -> Act:
         """Return `act(t)` for this slab."""
-        rows = [slab.rows(key, self.interface.batched) for key in self.inputs]
-        stores = [self._store(slab, key) for key in self.outputs]
-        forward = self.forward
-        if len(rows) == 1 and len(stores) == 1:
-            row, store = rows[0], stores[0]
+        batched = self.interface.batched
+        writes = [
+            form.writer(
+                slab.arrays[form.key],
+                carried=slab.layout.places[form.key].field.carried,
+                batched=batched,
+            )
+            for form in self.forms
+        ]
+        if self.direct is not None:
+            key, call = self.direct
+            row, write = self._rows(slab, key), writes[0]
 
-            def act_simple(t: int) -> None:
-                store(t, forward(row[t])[0])
+            def act_directly(t: int) -> None:
+                write(t, call(row[t]))
 
-            return act_simple
+            return act_directly
+        rows, forward = [self._rows(slab, key) for key in self.inputs], self.forward
 
         def act(t: int) -> None:
             values = forward(*[row[t] for row in rows])
-            for store, value in zip(stores, values, strict=True):
-                store(t, value)
+            for write, value in zip(writes, values, strict=True):
+                write(t, value)
 
         return act
 
-    def _store(self, slab: Slab, key: Key) -> Callable[[int, Any], None]:
-        """Return the function that writes one output of step t."""
-        place = slab.layout.places[key]
-        array, shift = slab.arrays[key], int(place.field.carried)
-        shape = (*self.interface.batch_shape, *place.field.shape)
-        dtype = numpy_dtype(place.field.dtype)
-        finite = key[0] == "action" and dtype.kind == "f"
-        tensor_type = torch.Tensor
-
-        def store(t: int, value: Any) -> None:
-            # .numpy() is a view for a plain CPU tensor; whatever else comes takes the long way.
-            if value.__class__ is tensor_type and not value.requires_grad:
-                try:
-                    value = value.numpy()
-                except (TypeError, RuntimeError):
-                    value = to_array(value)
-            else:
-                value = to_array(value)
-            if value.shape != shape or value.dtype != dtype:
-                value = _fit(value, shape, dtype, key)
-            row = array[t + shift]
-            row[...] = value
-            if finite:
-                flat = row.reshape(-1)
-                # One dot product sees every inf and NaN; large finite values are told apart below.
-                if not np.isfinite(flat.dot(flat)) and not np.isfinite(flat).all():
-                    raise PolicyError(
-                        f"the policy gave a non-finite action: {_first_bad(row)}.", step=t
-                    )
-
-        return store
+    def _rows(self, slab: Slab, key: Key) -> Any:
+        rows = slab.rows(key, self.interface.batched)
+        return _Copies(rows) if self.copies_inputs else rows
 
 
-def _first_bad(row: np.ndarray) -> str:
-    env = int(np.argmin(np.isfinite(row.reshape(len(row), -1)).all(1)))
-    return f"env {env} got {row[env].tolist()}"
+class _Copies:
+    """Rows of which each is copied when it is asked for."""
 
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
 
-def _fit(value: np.ndarray, shape: tuple[int, ...], dtype: Any, key: Key) -> np.ndarray:
-    """Return the value in the shape and dtype of its field, or say why it cannot be."""
-    if value.shape != shape:
-        raise PolicyError(
-            f"the policy's output {key_name(key)} has shape {tuple(value.shape)}; "
-            f"{tuple(shape)} was expected."
-        )
-    if not np.can_cast(value.dtype, dtype, "same_kind"):
-        raise PolicyError(
-            f"the policy's output {key_name(key)} has dtype {value.dtype}; {dtype} was expected. "
-            "Convert it in the policy, so that nothing is rounded behind your back."
-        )
-    return value.astype(dtype, copy=False)
-
-
-def check_action(leaf: Leaf, values: Mapping[Key, Any], batch: tuple[int, ...]) -> None:
-    """Refuse an action that does not fit the action space, with a hint where one is likely."""
-    if leaf.key not in values:
-        raise PolicyError(
-            f"the policy gives no {key_name(leaf.key)}; it gave "
-            f"{[key_name(key) for key in values]}. Return the action, or a dict with an 'action'."
-        )
-    array, shape = to_array(values[leaf.key]), (*batch, *leaf.shape)
-    if array.shape != shape:
-        raise PolicyError(_shape_message(leaf, array, shape, batch))
-    if not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
-        raise PolicyError(
-            f"the policy's action {key_name(leaf.key)} has dtype {array.dtype}, but the action "
-            f"space {leaf.space} needs {leaf.dtype}. Convert it in the policy."
-        )
-    check_range(leaf, array)
-
-
-def _shape_message(
-    leaf: Leaf, array: np.ndarray, shape: tuple[int, ...], batch: tuple[int, ...]
-) -> str:
-    text = (
-        f"the policy's action {key_name(leaf.key)} has shape {tuple(array.shape)}, but the action "
-        f"space {leaf.space} with batch shape {batch} needs {shape}."
-    )
-    if isinstance(leaf.space, spaces.Discrete) and array.shape == (*shape, int(leaf.space.n)):
-        return f"{text} It looks like logits or a one-hot vector: return its argmax(-1)."
-    if array.shape == (*shape, 1):
-        return f"{text} Drop the last dimension with squeeze(-1)."
-    return text
-
-
-def check_range(leaf: Leaf, array: np.ndarray, error: type[SwathError] = PolicyError) -> None:
-    """Refuse numbers that a discrete action space does not have, and non-finite ones."""
-    if array.size == 0:
-        return
-    if array.dtype.kind == "f":
-        if not np.isfinite(array).all():
-            raise error(f"the policy's action {key_name(leaf.key)} is not finite: {array}.")
-        return
-    low, high = _bounds(leaf.space)
-    if low is not None and ((array < low) | (array > high)).any():
-        raise error(
-            f"the policy's action {key_name(leaf.key)} has values from {array.min()} to "
-            f"{array.max()}, outside the action space {leaf.space}."
-        )
-
-
-def _bounds(space: gym.Space[Any]) -> tuple[Any, Any]:
-    if isinstance(space, spaces.Discrete):
-        return space.start, space.start + space.n - 1
-    if isinstance(space, spaces.MultiDiscrete):
-        return space.start, space.start + space.nvec - 1
-    if isinstance(space, spaces.MultiBinary):
-        return 0, 1
-    return None, None  # a Box: envs clip or accept as they see fit
+    def __getitem__(self, t: int) -> torch.Tensor:
+        return self._rows[t].clone()

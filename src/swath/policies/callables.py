@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDictBase
 
-from swath.errors import UsageError
+from swath.errors import PolicyError, UsageError
 from swath.policies.base import Interface, State, TorchPolicy
+from swath.policies.probing import attempt
 from swath.tree import Key, builder, fetch, key_name
 
 __all__ = ["CallablePolicy", "RecurrentPolicy"]
 
+Path = tuple[str | int, ...]
+
 _EXTRA_NAMES = ("log_prob", "value")
+_STATE: Key = ("policy_state",)
 
 
 class RecurrentPolicy(torch.nn.Module):
@@ -53,129 +58,180 @@ class CallablePolicy(TorchPolicy):
 
     def __init__(self, interface: Interface, fn: Callable[..., Any]) -> None:
         super().__init__(interface)
-        self.fn = fn
+        self._fn = fn
         leaves = interface.observations
-        self._build = builder(interface.observation_space, leaves)
-        self._single = len(leaves) == 1 and not leaves[0].path
-        self._num_observations = len(leaves)
-        self.states = _initial_states(fn)
-        self._nest_state = _state_nester(fn) if self.states else None
+        self._observation = builder(interface.observation_space, leaves)
+        initial = _initial_state(fn)
+        self._state: Callable[[Sequence[torch.Tensor]], Any] | None = None
+        if initial is not None:
+            self._state = _nester(initial, itertools.count(len(leaves)))
+            places = _paths(initial, _STATE, ()).items()
+            self.states = [State(key, fetch(initial, path).detach()) for key, path in places]
         self.inputs = [leaf.key for leaf in leaves] + [state.key for state in self.states]
 
-    def probe(self, rows: Mapping[Key, torch.Tensor]) -> Mapping[Key, Any]:
-        """Call the policy once, learn the form of its answer and return it as flat values."""
-        values = self._read(self._call([rows[key] for key in self.inputs]))
-        self.settle(values)
-        if (
-            self._single
-            and not self.states
-            and self.outputs == [("action",)]
-            and not _nested(values)
-        ):
-            self.forward = self._forward_single
-        else:
-            self.forward = self._forward
-        return values
+    def learn(self, rows: Mapping[Key, torch.Tensor]) -> None:
+        """See `TorchPolicy`: here it learns where in the answer each value stands."""
+        paths: dict[Key, Path] = {}
+
+        def call(inputs: Sequence[torch.Tensor]) -> dict[Key, Any]:
+            answer = self._call(inputs)
+            paths.update(self._read(answer))
+            return {key: fetch(answer, path) for key, path in paths.items()}
+
+        trial = attempt(self._fn, call, [rows[key] for key in self.inputs])
+        self.settle(trial.values)
+        self.copies_inputs = trial.keeps_inputs
+        self._fn = self.compiled(self._fn)
+        where = [paths[form.key] for form in self.forms]
+        self._pick, self.forward = _picker(where), self._forward
+        if where == [()] and len(self.inputs) == 1 and not self.interface.observations[0].path:
+            self.direct = self.inputs[0], self._fn
 
     def _call(self, rows: Sequence[torch.Tensor]) -> Any:
-        observation = self._build(rows[: self._num_observations])
-        if self._nest_state is None:
-            return self.fn(observation)
-        return self.fn(observation, self._nest_state(rows[self._num_observations :]))
+        if self._state is None:
+            return self._fn(self._observation(rows))
+        return self._fn(self._observation(rows), self._state(rows))
 
     def _forward(self, *rows: torch.Tensor) -> Sequence[Any]:
-        values = self._read(self._call(rows))
-        return [values[key] for key in self.outputs]
+        answer = self._call(rows)
+        try:
+            return self._pick(answer)
+        except (LookupError, TypeError) as error:
+            names = [key_name(form.key) for form in self.forms]
+            raise PolicyError(
+                f"the policy's answer is a {type(answer).__name__} of another form than at the "
+                f"first call, when it held {', '.join(names)}. Always return the same."
+            ) from error
 
-    def _forward_single(self, row: torch.Tensor) -> Sequence[Any]:
-        out = self.fn(row)
-        return (out,) if out.__class__ is torch.Tensor else (self._read(out)[("action",)],)
-
-    def _read(self, out: Any) -> dict[Key, Any]:
-        """Return whatever the callable answered as flat values with keys."""
-        state: Any = None
-        if self.states:
-            if not isinstance(out, tuple) or len(out) not in (2, 3):
-                raise UsageError(
-                    "a policy with an initial_state must return (action, state) or "
-                    f"(action, extras, state); it returned {type(out).__name__}."
-                )
-            *first, state = out
-            out = first[0] if len(first) == 1 else tuple(first)
-        action, extras = self._split(out)
-        values = {leaf.key: fetch(action, leaf.path) for leaf in self.interface.actions}
-        values.update(_flatten(extras, ()))
-        if self.states:
-            values.update(_flatten(state, ("policy_state",)))
-        return values
-
-    def _split(self, out: Any) -> tuple[Any, Mapping[str, Any]]:
-        """Return the action and the extras of an answer."""
-        if isinstance(out, (Mapping, TensorDictBase)) and "action" in out.keys():
-            return out["action"], {k: v for k, v in out.items() if k != "action"}
-        is_tuple_space = isinstance(self.interface.action_space, spaces.Tuple)
-        if not isinstance(out, tuple) or (is_tuple_space and not _has_extras(out)):
-            return out, {}
-        action, *rest = out
-        if len(rest) == 1 and isinstance(rest[0], (Mapping, TensorDictBase)):
-            return action, dict(rest[0].items())
-        if len(rest) > len(_EXTRA_NAMES):
-            raise UsageError(
-                f"the policy returned a tuple of {len(out)} values; swath names (action, "
-                f"{', '.join(_EXTRA_NAMES)}). Return a dict with an 'action' to name them yourself."
+    def _read(self, answer: Any) -> dict[Key, Path]:
+        """Return where in the answer each value stands."""
+        if self._state is None:
+            return self._read_decision(answer, ())
+        if not isinstance(answer, tuple) or len(answer) not in (2, 3):
+            raise PolicyError(
+                "a policy with an initial_state must return (action, state) or (action, extras, "
+                f"state); it returned {_described(answer)}."
             )
-        return action, dict(zip(_EXTRA_NAMES, rest, strict=False))
+        if len(answer) == 2:
+            decision = self._read_decision(answer[0], (0,))
+        else:
+            decision = self._read_decision(answer[:2], ())
+        return {**decision, **_paths(answer[-1], _STATE, (-1,))}
+
+    def _read_decision(self, answer: Any, at: Path) -> dict[Key, Path]:
+        """Return where the leaves of the action and the extras stand."""
+        action, extras = self._split(answer)
+        paths: dict[Key, Path] = {}
+        if action is not None:
+            for leaf in self.interface.actions:
+                if _reaches(answer, (*action, *leaf.path)):
+                    paths[leaf.key] = (*at, *action, *leaf.path)
+        for name, path in extras.items():
+            paths.update(_paths(fetch(answer, path), (name,), (*at, *path)))
+        return paths
+
+    def _split(self, answer: Any) -> tuple[Path | None, dict[str, Path]]:
+        """Return where the action is (None: nowhere), and where each extra is, by name."""
+        space = self.interface.action_space
+        if _is_mapping(answer):
+            names = list(answer.keys())
+            if isinstance(space, spaces.Dict) and (
+                set(names) == set(space.keys()) or "action" not in names
+            ):
+                return (), {}
+            extras: dict[str, Path] = {str(name): (name,) for name in names if name != "action"}
+            return ("action",) if "action" in names else None, extras
+        if not isinstance(answer, tuple) or self._is_tuple_action(answer):
+            return (), {}
+        if len(answer) == 2 and _is_mapping(answer[1]):
+            return (0,), {str(name): (1, name) for name in answer[1].keys()}
+        names = list(getattr(answer, "_fields", ("action", *_EXTRA_NAMES)))
+        if len(answer) > len(names) or names[0] != "action":
+            raise PolicyError(
+                f"the policy returned {_described(answer)}; swath names the values of a tuple "
+                f"action, {', '.join(_EXTRA_NAMES)}. Return a dict with an 'action' to name them "
+                "yourself."
+            )
+        return (0,), {name: (i,) for i, name in enumerate(names[: len(answer)]) if i}
+
+    def _is_tuple_action(self, answer: tuple[Any, ...]) -> bool:
+        """Tell an action of a Tuple space from such an action followed by extras."""
+        space = self.interface.action_space
+        if not isinstance(space, spaces.Tuple):
+            return False
+        return isinstance(space[0], spaces.Tuple) or not isinstance(answer[0], tuple)
 
 
-def _has_extras(out: tuple[Any, ...]) -> bool:
-    return len(out) == 2 and isinstance(out[0], tuple) and isinstance(out[1], Mapping)
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, (Mapping, TensorDictBase))
 
 
-def _nested(values: Mapping[Key, Any]) -> bool:
-    return not isinstance(values[("action",)], (torch.Tensor, np.ndarray, int, float, np.generic))
+def _described(answer: Any) -> str:
+    count = f" of {len(answer)} values" if isinstance(answer, tuple) else ""
+    return f"a {type(answer).__name__}{count}"
 
 
-def _flatten(value: Any, key: Key) -> dict[Key, Any]:
-    if isinstance(value, (Mapping, TensorDictBase)):
-        parts = value.items()
+def _reaches(value: Any, path: Path) -> bool:
+    """Tell whether a path leads somewhere, through mappings and sequences only."""
+    for step in path:
+        inside = value.keys() if _is_mapping(value) else ()
+        if isinstance(value, (tuple, list)):
+            inside = range(len(value))
+        if step not in inside:
+            return False
+        value = value[step]
+    return True
+
+
+def _paths(value: Any, key: Key, at: Path) -> dict[Key, Path]:
+    """Return the keys and paths of all values in nested mappings and tuples."""
+    if _is_mapping(value):
+        parts = list(value.items())
     elif isinstance(value, tuple):
-        parts = ((str(i), part) for i, part in enumerate(value))
+        parts = list(enumerate(value))
     else:
-        return {key: value}
-    flat: dict[Key, Any] = {}
+        return {key: at}
+    flat: dict[Key, Path] = {}
     for name, part in parts:
-        flat.update(_flatten(part, (*key, str(name))))
+        flat.update(_paths(part, (*key, str(name)), (*at, name)))
     return flat
 
 
-def _initial_states(fn: Callable[..., Any]) -> list[State]:
+def _picker(paths: Sequence[Path]) -> Callable[[Any], Sequence[Any]]:
+    """Return the function that takes the values at these paths out of an answer."""
+    if len(paths) > 1 and all(len(path) == 1 for path in paths):
+        return itemgetter(*[path[0] for path in paths])  # one call for all of them
+    return lambda answer: [fetch(answer, path) for path in paths]
+
+
+def _nester(like: Any, numbers: Iterator[int]) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """Return the function that puts rows, by number, into a structure like this one."""
+    if _is_mapping(like):
+        entries = {name: _nester(part, numbers) for name, part in like.items()}
+        return lambda rows: {name: part(rows) for name, part in entries.items()}
+    if isinstance(like, tuple):
+        parts = [_nester(part, numbers) for part in like]
+        make = getattr(like, "_make", tuple)
+        return lambda rows: make(part(rows) for part in parts)
+    return itemgetter(next(numbers))
+
+
+def _initial_state(fn: Callable[..., Any]) -> Any:
+    """Return the initial state of one env as the user structured it; None if there is none."""
     initial = getattr(fn, "initial_state", None)
-    if initial is None:
-        return []
-    if callable(initial) and not isinstance(initial, torch.Tensor):
-        initial = initial()
-    flat = _flatten(initial, ("policy_state",))
-    for key, value in flat.items():
-        if not isinstance(value, torch.Tensor):
+    if callable(initial):
+        try:
+            initial = initial()
+        except Exception as error:
+            raise UsageError(
+                f"the policy's initial_state() raised {type(error).__name__}: {error}. It must "
+                "take no arguments and return the state of one env."
+            ) from error
+    for key, path in _paths(initial, _STATE, ()).items():
+        value = fetch(initial, path)
+        if initial is not None and not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"the policy's initial_state has a {type(value).__name__} at {key_name(key)}; it "
                 "must be a tensor, or a dict or tuple of tensors, for one env."
             )
-    return [State(key, value.detach().clone()) for key, value in sorted(flat.items())]
-
-
-def _state_nester(fn: Callable[..., Any]) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Return the function that puts flat state tensors back into the user's structure."""
-    initial = getattr(fn, "initial_state", None)
-    if callable(initial) and not isinstance(initial, torch.Tensor):
-        initial = initial()
-    keys = sorted(_flatten(initial, ("policy_state",)))
-
-    def rebuild(shape: Any, key: Key, values: Mapping[Key, torch.Tensor]) -> Any:
-        if isinstance(shape, (Mapping, TensorDictBase)):
-            return {name: rebuild(part, (*key, name), values) for name, part in shape.items()}
-        if isinstance(shape, tuple):
-            return tuple(rebuild(p, (*key, str(i)), values) for i, p in enumerate(shape))
-        return values[key]
-
-    return lambda rows: rebuild(initial, ("policy_state",), dict(zip(keys, rows, strict=True)))
+    return initial

@@ -1,15 +1,17 @@
 """Random actions: uniform over the action space, from one stream per env.
 
-The stream of an env depends on the seed and the env's global index alone, and the actions of a
-whole rollout are drawn in one call per env, before it starts.
+The stream of an env depends on the seed and the env's global index alone: every step takes the
+same count of uniform numbers from it, however many steps are drawn at once. What is made of them
+depends on the space.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
@@ -18,7 +20,9 @@ from swath.policies.base import Act, Interface, State
 from swath.seeding import action_generator
 from swath.tree import Leaf
 
-__all__ = ["ActionSampler", "RandomPolicy", "UniformPolicy"]
+__all__ = ["ActionSampler", "RandomPolicy", "UniformPolicy", "log_density"]
+
+_KNOWN = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
 
 
 class RandomPolicy:
@@ -37,6 +41,7 @@ class ActionSampler:
 
     def __init__(self, leaves: Sequence[Leaf], indices: Sequence[int]) -> None:
         self._leaves, self._indices = leaves, indices
+        self._ends = np.cumsum([_uniforms(leaf) for leaf in leaves]).tolist()
         self.seed(None)
 
     def seed(self, seed: int | None) -> None:
@@ -45,8 +50,13 @@ class ActionSampler:
 
     def draw(self, steps: int) -> list[np.ndarray]:
         """Return, for each leaf of the action, the next `steps` actions `[steps, N, *shape]`."""
-        columns = [[_draw(leaf, g, steps) for leaf in self._leaves] for g in self._generators]
-        return [np.stack([column[n] for column in columns], 1) for n in range(len(self._leaves))]
+        size = (steps, self._ends[-1])
+        units = np.stack([generator.random(size) for generator in self._generators], 1)
+        starts = [0, *self._ends]
+        return [
+            _actions(leaf, units[..., start:end])
+            for leaf, start, end in zip(self._leaves, starts, self._ends, strict=False)
+        ]
 
     def state_dict(self) -> list[Any]:
         """Return the state of each generator."""
@@ -74,42 +84,78 @@ class UniformPolicy:
         return lambda t: None
 
 
-def _draw(leaf: Leaf, generator: np.random.Generator, steps: int) -> np.ndarray:
-    """Return `steps` draws; drawing a then b gives the same numbers as drawing a + b."""
-    space, shape = leaf.space, (steps, *leaf.shape)
-    # 64-bit draws only: numpy keeps left-over bits of smaller ones inside a single call.
-    if type(space) is spaces.Discrete:
-        return generator.integers(space.start, space.start + space.n, shape)
-    if type(space) is spaces.MultiDiscrete:
-        unit = generator.random(shape)
-        return (space.start + np.floor(unit * space.nvec)).astype(leaf.dtype)
-    if type(space) is spaces.MultiBinary:
-        return generator.integers(0, 2, shape).astype(leaf.dtype)
-    if type(space) is spaces.Box:
-        return _draw_box(space, generator, shape)
-    return _draw_other(space, generator, steps)
+def _kind(leaf: Leaf) -> type | None:
+    """Return the known class whose way to sample a space has, or None if it has its own."""
+    for kind in _KNOWN:
+        if isinstance(leaf.space, kind) and type(leaf.space).sample is kind.sample:
+            return kind
+    return None
 
 
-def _draw_box(
-    space: spaces.Box, generator: np.random.Generator, shape: tuple[int, ...]
-) -> np.ndarray:
+def _uniforms(leaf: Leaf) -> int:
+    """Return how many uniform numbers make one action."""
+    if _kind(leaf) is None:
+        return 1
+    both = _kind(leaf) is spaces.Box and not leaf.space.is_bounded()  # type: ignore[attr-defined]
+    return math.prod(leaf.shape) * (2 if both else 1)
+
+
+def _actions(leaf: Leaf, units: np.ndarray) -> np.ndarray:
+    """Return actions `[steps, N, *shape]` from numbers `[steps, N, uniforms]` in [0, 1)."""
+    space: Any = leaf.space
+    kind = _kind(leaf)
+    if kind is None:
+        return _own_samples(leaf, units[..., 0])
+    lead = units.shape[:2]
+    if kind is spaces.Box:
+        return _box_actions(space, units.reshape(*lead, -1, *leaf.shape)).astype(leaf.dtype)
+    start, count = (0, 2) if kind is spaces.MultiBinary else (space.start, _count(space))
+    return (start + np.floor(units.reshape(*lead, *leaf.shape) * count)).astype(leaf.dtype)
+
+
+def _count(space: Any) -> Any:
+    return space.n if isinstance(space, spaces.Discrete) else space.nvec
+
+
+def _box_actions(space: spaces.Box, units: np.ndarray) -> np.ndarray:
     """Uniform where bounded, exponential where bounded on one side, normal where not at all."""
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    below, above = space.bounded_below, space.bounded_above
-    unit = generator.random(shape)
-    if space.dtype is not None and np.dtype(space.dtype).kind in "iub":
-        return np.floor(low + unit * (high - low + 1)).astype(space.dtype)
-    if (below & above).all():
-        return (low + unit * (high - low)).astype(space.dtype)
+    unit = units[:, :, 0]
+    if np.issubdtype(space.low.dtype, np.floating):
+        within = low * (1 - unit) + high * unit  # no overflow, unlike low + unit * (high - low)
+    else:
+        within = np.floor(low + unit * (high - low + 1))
+    if units.shape[2] == 1:
+        return within.clip(low, high)
     tail = -np.log1p(-unit)
-    pair = generator.random(shape)
-    normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * pair)
-    with np.errstate(invalid="ignore"):
-        choices = [low + unit * (high - low), low + tail, high - tail]
-    return np.select([below & above, below, above], choices, normal).astype(space.dtype)
+    normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * units[:, :, 1])
+    below, above = space.bounded_below, space.bounded_above
+    return np.select([below & above, below, above], [within, low + tail, high - tail], normal)
 
 
-def _draw_other(space: gym.Space[Any], generator: np.random.Generator, steps: int) -> np.ndarray:
-    """Draw from a space that we do not know by its own method, seeded from the env's stream."""
-    space.seed(int(generator.integers(2**31)))
-    return np.stack([np.asarray(space.sample()) for _ in range(steps)])
+def _own_samples(leaf: Leaf, units: np.ndarray) -> np.ndarray:
+    """Let a space that we do not know sample by itself, seeded anew from each number."""
+    space = copy.deepcopy(leaf.space)
+    samples = []
+    for unit in units.flat:
+        space.seed(int(unit * 2**31))
+        samples.append(np.asarray(space.sample(), leaf.dtype))
+    return np.reshape(samples, (*units.shape, *leaf.shape))
+
+
+def log_density(leaf: Leaf, actions: np.ndarray) -> np.ndarray:
+    """Return the log-density of each number of random actions `[..., *shape]`, NaN if unknown."""
+    space: Any = leaf.space
+    kind = _kind(leaf)
+    if kind is None:
+        return np.full(actions.shape, np.nan)
+    if kind is not spaces.Box:
+        count = 2 if kind is spaces.MultiBinary else _count(space)
+        return np.broadcast_to(-np.log(count), actions.shape)
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    below, above = space.bounded_below, space.bounded_above
+    width = high - low + (leaf.dtype.kind != "f")
+    flat = -np.log(np.where(width > 0, width, 1))  # a single point has probability 1
+    normal = -0.5 * actions.astype(np.float64) ** 2 - 0.5 * math.log(2 * math.pi)
+    choices = [flat, low - actions, actions - high]
+    return np.select([below & above, below, above], choices, normal)

@@ -1,35 +1,23 @@
-"""Policies that are `tensordict.nn` modules, with `in_keys` and `out_keys`.
-
-Calling such a module through a fresh TensorDict costs about 90 us a step, more than a small
-network. So a module is taken apart into its inner calls (`unwrap`), which read and write a plain
-dict. That is used only where the classes are known to do nothing else, and only after both ways
-gave bit for bit the same values on the probe; otherwise the module is called the plain way.
-"""
+"""Policies that are `tensordict.nn` modules, with `in_keys` and `out_keys`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
-    TensorDictModuleBase,
-    TensorDictSequential,
-)
-from tensordict.nn.probabilistic import interaction_type as current_interaction_type
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.nn import TensorDictModuleBase
 
 from swath.errors import UsageError
-from swath.policies.base import Interface, State, TorchPolicy
+from swath.memory import Slab
+from swath.policies.base import Act, Interface, State, TorchPolicy
+from swath.policies.outputs import to_array
+from swath.policies.probing import Trial, attempt
+from swath.policies.unwrapping import Call, Program, Step, as_key, unwrap
 from swath.tree import Key, key_name, nest
 
-__all__ = ["TensorDictPolicy", "is_tensordict_policy", "unwrap"]
-
-Values = dict[Key, Any]
-Step = Callable[[Values], None]
+__all__ = ["TensorDictPolicy", "is_tensordict_policy"]
 
 _IS_INIT: Key = ("is_init",)
 
@@ -38,17 +26,10 @@ def is_tensordict_policy(policy: Any) -> bool:
     """Tell whether a policy takes and returns a TensorDict."""
     if isinstance(policy, TensorDictModuleBase):
         return True
-    # TorchRL's RandomPolicy and a few others are callables on TensorDict without being modules.
-    return type(policy).__module__.startswith("torchrl.") and not isinstance(
-        policy, torch.nn.Module
+    # A compiled module and the like, or one of TorchRL's callables that are no modules.
+    return TensorDictModuleBase.is_tdmodule_compatible(policy) or (
+        type(policy).__module__.startswith("torchrl.") and not isinstance(policy, torch.nn.Module)
     )
-
-
-def as_key(key: Any) -> Key:
-    """Return any spelling of a TensorDict key as a flat tuple of strings."""
-    if isinstance(key, str):
-        return (key,)
-    return tuple(name for part in key for name in as_key(part))
 
 
 class TensorDictPolicy(TorchPolicy):
@@ -57,106 +38,127 @@ class TensorDictPolicy(TorchPolicy):
     def __init__(self, interface: Interface, module: Any) -> None:
         super().__init__(interface)
         self.module = module
+        self._program: Program | None = None
         observed = [leaf.key for leaf in interface.observations]
         in_keys = [as_key(key) for key in getattr(module, "in_keys", ())]
         self._out_keys = [as_key(key) for key in getattr(module, "out_keys", [("action",)])]
+        carried = [key for key in in_keys if ("next", *key) in self._out_keys]
+        self.states = _states(module, carried, observed)
         self.needs_is_init = _IS_INIT in in_keys and _IS_INIT not in observed
-        self.states = _states(module, in_keys, self._out_keys, observed)
-        self.inputs = observed + [state.key for state in self.states]
-        if self.needs_is_init:
-            self.inputs.append(_IS_INIT)
-        missing = [key for key in in_keys if key not in self.inputs]
-        if missing:
+        self.inputs = [*observed, *carried, *[_IS_INIT] * self.needs_is_init]
+        missing = [key for key in in_keys if not any(i[: len(key)] == key for i in self.inputs)]
+        if missing and not getattr(module, "partial_tolerant", False):
             raise UsageError(
                 f"the policy reads {', '.join(map(key_name, missing))}, which nothing provides. "
                 f"The env gives {', '.join(map(key_name, observed))}. Change the in_keys of the "
                 "policy; a recurrent state needs ('next', key) among its out_keys."
             )
 
-    def probe(self, rows: Mapping[Key, torch.Tensor]) -> Mapping[Key, Any]:
-        """Call the module both ways, keep the fast one if it is the same, return the values."""
-        before = torch.get_rng_state()
-        values = self._collect(self._call_plain([rows[key] for key in self.inputs]))
-        self.settle(values)
-        self.forward = self._forward_plain
+    def learn(self, rows: Mapping[Key, torch.Tensor]) -> None:
+        """See `TorchPolicy`: calls the module both ways, and keeps the fast one if it may."""
+        inputs = [rows[key] for key in self.inputs]
+        plain = attempt(self.module, self._call_plain, inputs)
+        self.settle(plain.values)
+        self.copies_inputs = plain.keeps_inputs
+        states = {state.key for state in self.states}
+        keys = [form.key for form in self.forms]
+        self._sources = [("next", *key) if key in states else key for key in keys]
         steps = unwrap(self.module)
-        if steps is not None:
-            after = torch.get_rng_state()
-            torch.set_rng_state(before)
-            self._steps = steps
-            fast = self._forward_fast(*[rows[key] for key in self.inputs])
-            if torch.equal(torch.get_rng_state(), after) and all(
-                _same(values[key], value) for key, value in zip(self.outputs, fast, strict=True)
-            ):
-                self.forward = self._forward_fast
-        return values
+        self._use(None if steps is None else self._equivalent(steps, plain, inputs))
+
+    def _equivalent(
+        self, steps: list[Step], plain: Trial, inputs: Sequence[torch.Tensor]
+    ) -> Program | None:
+        """Return the steps put together, if they do bit for bit what the module did."""
+        keys = [form.key for form in self.forms]
+
+        def call(rows: Sequence[torch.Tensor]) -> dict[Key, Any]:
+            values = program.run(rows)
+            if not all(isinstance(value, torch.Tensor) for value in values):
+                raise TypeError("a TensorDict would convert or nest what is no tensor")
+            return dict(zip(keys, program.pick(values), strict=True))
+
+        try:
+            program = Program(steps, self.inputs, self._sources)
+            fast = attempt(self.module, call, inputs)
+        except Exception:  # the plain call worked, so it is the taking apart that failed
+            return None
+        same = all(_same(value, fast.values[key]) for key, value in plain.values.items())
+        return program if same and fast.random_state == plain.random_state else None
 
     @property
     def unwrapped(self) -> bool:
         """Whether the inner modules are called directly."""
-        return self.forward == self._forward_fast
+        return self._program is not None
 
-    def _call_plain(self, rows: Sequence[torch.Tensor]) -> TensorDictBase:
-        source = TensorDict(
-            nest(dict(zip(self.inputs, rows, strict=True))), self.interface.batch_shape
-        )
-        return self.module(source)
+    def _use(self, program: Program | None) -> None:
+        """Choose how the module is called from now on."""
+        self._program, self.direct = program, None
+        if program is None:
+            self._called = self.compiled(self.module)
+            self.forward = self._forward_plain
+            return
+        self.forward = self.compiled(program.forward)
+        only = program.steps[0] if len(program.steps) == len(self._sources) == 1 else None
+        if isinstance(only, Call) and len(only.reads) == len(only.writes) == 1:
+            self.direct = only.reads[0], self.compiled(only.inner)
+
+    def bind(self, slab: Slab, steps: int) -> Act:
+        """See `Policy`; hooks and other changes since the last rollout are respected."""
+        if self._program is not None and unwrap(self.module) != self._program.steps:
+            self._use(None)
+        return super().bind(slab, steps)
+
+    def _source(self, rows: Sequence[torch.Tensor]) -> TensorDict:
+        flat = dict(zip(self.inputs, rows, strict=True))
+        return TensorDict(nest(flat), self.interface.batch_shape)
 
     def _forward_plain(self, *rows: torch.Tensor) -> Sequence[Any]:
-        out = self._call_plain(rows)
-        return [out.get(self._source(key)) for key in self.outputs]
+        out = self._called(self._source(rows))
+        return [out.get(key) for key in self._sources]
 
-    def _forward_fast(self, *rows: torch.Tensor) -> Sequence[Any]:
-        values: Values = dict(zip(self.inputs, rows, strict=True))
-        for step in self._steps:
-            step(values)
-        return [values[self._source(key)] for key in self.outputs]
-
-    def _source(self, key: Key) -> Key:
-        return ("next", *key) if key in self._state_keys else key
-
-    @property
-    def _state_keys(self) -> set[Key]:
-        return {state.key for state in self.states}
-
-    def _collect(self, out: TensorDictBase) -> dict[Key, Any]:
+    def _call_plain(self, rows: Sequence[torch.Tensor]) -> dict[Key, Any]:
         """Return what the module wrote, as flat values; private keys stay private."""
+        out = self.module(self._source(rows))
+        states = {state.key for state in self.states}
         values: dict[Key, Any] = {}
         for key in self._out_keys:
-            name = key[1:] if key[0] == "next" and key[1:] in self._state_keys else key
+            name = key[1:] if key[0] == "next" and key[1:] in states else key
             value = out.get(key, None)
-            if value is None or isinstance(value, NonTensorData) or key[-1].startswith("_"):
-                continue
-            if isinstance(value, TensorDictBase):
+            if is_tensor_collection(value):
                 for inner, leaf in value.items(True, True):
                     values[(*name, *as_key(inner))] = leaf
-            else:
+            elif isinstance(value, torch.Tensor) and (name in states or name[-1][0] != "_"):
                 values[name] = value
         return values
 
 
-def _states(
-    module: Any, in_keys: Iterable[Key], out_keys: Iterable[Key], observed: Iterable[Key]
-) -> list[State]:
-    """Return the recurrent states: read at the root and written below `next`."""
-    outs, known = set(out_keys), set(observed)
-    keys = [key for key in in_keys if ("next", *key) in outs and key not in known]
+def _states(module: Any, keys: Sequence[Key], observed: Sequence[Key]) -> list[State]:
+    """Return the recurrent states: what is read at the root and written below `next`."""
     if not keys:
         return []
-    initial = _initial_values(module)
+    clash = [key for key in keys if key in observed]
+    if clash:
+        raise UsageError(
+            f"both the policy and the env give {', '.join(map(key_name, clash))}. swath carries "
+            "recurrent states itself: take the TensorDictPrimer out of the env."
+        )
+    initial = _initial_values(module, keys)
     missing = [key for key in keys if key not in initial]
     if missing:
         raise UsageError(
             f"the recurrent state {', '.join(map(key_name, missing))} has no initial value. Give "
             "the policy an attribute initial_state: a dict from key to the tensor of one env."
         )
-    return [State(key, initial[key]) for key in sorted(keys)]
+    return [State(key, initial[key].detach()) for key in keys]
 
 
-def _initial_values(module: Any) -> dict[Key, torch.Tensor]:
+def _initial_values(module: Any, keys: Sequence[Key]) -> dict[Key, torch.Tensor]:
     """Return initial states from an attribute, or from the primers that TorchRL's modules make."""
     given = getattr(module, "initial_state", None)
-    if given is not None:
+    if isinstance(given, torch.Tensor) and len(keys) == 1:
+        return {keys[0]: given}
+    if isinstance(given, (Mapping, TensorDictBase)):
         return {as_key(k): v for k, v in TensorDict(given, []).items(True, True)}
     values: dict[Key, torch.Tensor] = {}
     for part in module.modules() if isinstance(module, torch.nn.Module) else ():
@@ -168,96 +170,10 @@ def _initial_values(module: Any) -> dict[Key, torch.Tensor]:
 
 
 def _same(a: Any, b: Any) -> bool:
+    """Tell whether two tensors are equal bit for bit."""
     return (
-        isinstance(a, torch.Tensor)
-        and isinstance(b, torch.Tensor)
+        isinstance(b, torch.Tensor)
         and a.shape == b.shape
         and a.dtype == b.dtype
-        and torch.equal(a.nan_to_num(), b.nan_to_num())
+        and to_array(a).tobytes() == to_array(b).tobytes()
     )
-
-
-def unwrap(module: Any) -> list[Step] | None:
-    """Return the inner calls of a module as steps on a dict of values, or None if unsure."""
-    if not isinstance(module, torch.nn.Module) or _has_hooks(module):
-        return None
-    forward = type(module).forward
-    if forward in (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward):
-        return _unwrap_sequence(module)
-    if forward is TensorDictModule.forward:
-        return _unwrap_module(module)
-    if forward is ProbabilisticTensorDictModule.forward:
-        return _unwrap_probabilistic(module)
-    return None
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _unwrap_sequence(module: Any) -> list[Step] | None:
-    kind = type(module)
-    if kind._run_module is not TensorDictSequential._run_module or module._select_before_return:
-        return None
-    if getattr(module, "inplace", None) not in (None, True):
-        return None
-    parts = [unwrap(part) for part in module._module_iter()]
-    if any(part is None for part in parts):
-        return None
-    return [step for part in parts if part is not None for step in part]
-
-
-def _unwrap_module(module: Any) -> list[Step] | None:
-    kind = type(module)
-    plain = (
-        kind._call_module is TensorDictModule._call_module
-        and kind._write_to_tensordict is TensorDictModule._write_to_tensordict
-        and module._kwargs is None
-        and not module.method_kwargs
-        and module.method is None
-        and not module._get_kwargs
-        and module.inplace is True
-    )
-    if not plain:
-        return None
-    inner = module.module
-    reads = [as_key(key) for key in module.in_keys]
-    writes = [as_key(key) for key in module.out_keys_source]
-
-    def call(values: Values) -> None:
-        out = inner(*[values[key] for key in reads])
-        if not isinstance(out, tuple):
-            out = (out,)
-        for key, value in zip(writes, out, strict=True):
-            values[key] = value
-
-    return [call]
-
-
-def _unwrap_probabilistic(module: Any) -> list[Step] | None:
-    kind = type(module)
-    plain = (
-        kind.get_dist is ProbabilisticTensorDictModule.get_dist
-        and kind._dist_sample is ProbabilisticTensorDictModule._dist_sample
-        and module.num_samples is None
-        and getattr(module, "_generator", None) is None
-        and getattr(module, "_generator_key", None) is None
-        and len(module.dist_sample_keys) == 1
-    )
-    if not plain:
-        return None
-    names = [key[-1] if isinstance(key, tuple) else key for key in module.dist_keys]
-    reads = [as_key(key) for key in module.in_keys]
-    target = as_key(module.dist_sample_keys[0])
-    kwargs = dict(module.distribution_kwargs or {})
-    log_prob_key = as_key(module.log_prob_key) if module.return_log_prob else None
-
-    def call(values: Values) -> None:
-        params = {name: values[key] for name, key in zip(names, reads, strict=True)}
-        dist = module.distribution_class(**params, **kwargs)
-        sample = module._dist_sample(dist, interaction_type=current_interaction_type())
-        values[target] = sample
-        if log_prob_key is not None:
-            values[log_prob_key] = dist.log_prob(sample)
-
-    return [call]

@@ -20,8 +20,8 @@ def run(
     step: Callable[[int], Sequence[int]],
     settle: Callable[[int, Sequence[int]], bool],
     shares: Shares,
-) -> int:
-    """Fill rows 0 to `steps` - 1 of a slab and return how many rows were filled.
+) -> None:
+    """Fill rows 0 to `steps` - 1 of a slab, or fewer if `settle` says so.
 
     Args:
         steps: How many steps to make.
@@ -30,10 +30,9 @@ def run(
         settle: Closes row t: next observations, ended episodes, resets. True stops the rollout.
         shares: Where the time of a sample of the steps is added.
     """
-    filled = 0
-    phase = shares.steps + 1
     for t in range(steps):
-        if (t + phase) % SAMPLE_EVERY:
+        shares.steps += 1
+        if shares.steps % SAMPLE_EVERY:
             act(t)
             ended = step(t)
         else:
@@ -44,8 +43,5 @@ def run(
             shares.env += perf_counter() - between
             shares.policy += between - before
             shares.sampled_steps += 1
-        filled = t + 1
         if settle(t, ended):
-            break
-    shares.steps += filled
-    return filled
+            return

@@ -208,9 +208,9 @@ class Runner:
                     seed=self._seed,
                 ) from error
             raise
-        filled = self._finish(slab, self._filled)
-        self.shares.wall += perf_counter() - started
-        return filled
+        finally:
+            self.shares.wall += perf_counter() - started
+        return self._finish(slab, self._filled)
 
     def lend(self, filled: Filled) -> TensorDict:
         """Return a rollout as a batch; its slab comes back when nobody views it any more."""
@@ -253,9 +253,9 @@ class Runner:
         def settle(t: int, ended: Sequence[int]) -> bool:
             for following, current in pairs:
                 following[t] = current[t + 1]
-            self._filled = t + 1
             if len(ended) or t >= self._next_limit:
                 return self._end(slab, t, ended)
+            self._filled = t + 1
             return False
 
         return settle
@@ -264,30 +264,31 @@ class Runner:
         """Close the episodes that ended at step t and start the next ones; True stops."""
         if t >= self._next_limit:
             ended = self._truncate(slab, t, ended)
-        which = np.asarray(ended)
-        slab.arrays[keys.NEXT_DONE][t, which] = True
-        self._ends.extend((t, int(i)) for i in which)
+        # Plain loops: mostly one env ends at a time, and a numpy index costs more than all of this.
+        done = slab.arrays[keys.NEXT_DONE]
+        for i in ended:
+            done[t, i] = True
+            self._ends.append((t, i))
+        self._filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
         if self.plan.compact_obs:
-            columns.keep_final(slab, self.interface, t, which)
+            columns.keep_final(slab, self.interface, t, np.asarray(ended))
         if not self.plan.reset_when_done:
-            self.group.freeze(ended)
-            self.frozen[which] = True
-            columns.hold(slab, which, t + 1)
+            self._freeze(slab, t, ended)
         elif not self.plan.stop_at_first_end:
-            self._reset_some(t + 1, ended)
-            for state in self.policy.states:
-                slab.arrays[state.key][t + 1, which] = state.initial.numpy()
-            if self.policy.needs_is_init:
-                slab.arrays[keys.IS_INIT][t + 1, which] = True
+            self._reset_some(slab, t + 1, ended)
         if self._limits is not None:
-            assert self.plan.max_frames_per_traj is not None
-            self._limits[which] = t + self.plan.max_frames_per_traj
-            if not self.plan.reset_when_done:
-                self._limits[which] = _NEVER
+            limit = self.plan.max_frames_per_traj if self.plan.reset_when_done else None
+            self._limits[ended] = _NEVER if limit is None else t + limit
             self._next_limit = int(self._limits.min())
-        return self.plan.stop_at_first_end or self.all_frozen
+        return self.plan.stop_at_first_end or (not self.plan.reset_when_done and self.all_frozen)
 
-    def _reset_some(self, t: int, which: Sequence[int]) -> None:
+    def _freeze(self, slab: Slab, t: int, which: Sequence[int]) -> None:
+        self.group.freeze(which)
+        self.frozen[which] = True
+        columns.hold(slab, np.asarray(which), t + 1)
+
+    def _reset_some(self, slab: Slab, t: int, which: Sequence[int]) -> None:
+        """Start new episodes of these envs in row t."""
         started = perf_counter()
         try:
             self._envs.reset(t, which)
@@ -295,6 +296,10 @@ class Runner:
             failure.completed = []  # every env has made the step before
             raise
         self.shares.resets += perf_counter() - started
+        for state in self.policy.states:
+            slab.arrays[state.key][t, which] = state.initial.numpy()
+        if self.policy.needs_is_init:
+            slab.arrays[keys.IS_INIT][t, which] = True
 
     def _truncate(self, slab: Slab, t: int, ended: Sequence[int]) -> Sequence[int]:
         """Add the envs whose trajectory has reached its longest allowed length."""

@@ -7,22 +7,22 @@ replaced by what holds for the random one.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from gymnasium import spaces
 
-from swath.memory import Slab
+from swath.memory import Field, Slab
 from swath.policies import ActionSampler, UniformPolicy
 from swath.policies.base import Act
+from swath.policies.random import log_density
 from swath.rollout import keys
 from swath.tree import Leaf
 
 if TYPE_CHECKING:
     from swath.rollout.runner import Runner
 
-__all__ = ["RandomFrames", "uniform_log_prob"]
+__all__ = ["RandomFrames"]
 
 
 class RandomFrames:
@@ -33,57 +33,61 @@ class RandomFrames:
 
     def wrap(self, act: Act, runner: Runner, slab: Slab, steps: int) -> Act:
         """Return `act` with the random frames of this rollout laid over it."""
-        if not self.left or isinstance(runner.policy, UniformPolicy):
+        policy, leaves = runner.policy, runner.interface.actions
+        if isinstance(policy, UniformPolicy) and keys.RANDOM in slab.arrays:
+            slab.arrays[keys.RANDOM][:steps] = True
+        if not self.left or isinstance(policy, UniformPolicy):
             return act
-        n = runner.group.num_envs
-        rows = min(steps, math.ceil(self.left / n))
-        draws = self._sampler.draw(rows)
-        leaves = runner.interface.actions
-        overlays = [(slab.arrays[leaf.key], d) for leaf, d in zip(leaves, draws, strict=True)]
-        log_prob = uniform_log_prob(leaves)
-        extras = [
-            slab.arrays[field.key]
-            for field in runner.policy.extras
-            if field.key[-1].endswith("log_prob")
-        ]
-        asked = bool(runner.policy.extras or runner.policy.states)
-        left = self.left
+        n, left = runner.group.num_envs, self.left
+        random, mask = slab.arrays[keys.RANDOM], slab.arrays.get(keys.MASK)
+        log_probs = [field for field in policy.extras if field.key[-1].endswith("log_prob")]
+        asked = bool(policy.extras or policy.states)
 
         def act_at_random(t: int) -> None:
-            envs = min(n, left - t * n)
-            if asked or envs < n:
+            nonlocal left
+            if t:  # only now is it known which rows of the last step were frames
+                left -= _count(random[t - 1], None if mask is None else mask[t - 1])
+            chosen = (np.arange(n) if mask is None else np.flatnonzero(mask[t]))[: max(left, 0)]
+            if asked or len(chosen) < n:
                 act(t)
-            if envs > 0:
-                for array, draw in overlays:
-                    array[t, :envs] = draw[t, :envs]
-                for extra in extras:
-                    extra[t, :envs] = log_prob
+            if len(chosen):
+                random[t, chosen] = True
+                draws = [draw[0, chosen] for draw in self._sampler.draw(1)]
+                for leaf, draw in zip(leaves, draws, strict=True):
+                    slab.arrays[leaf.key][t, chosen] = draw
+                for field in log_probs:
+                    slab.arrays[field.key][t, chosen] = _log_prob(field, leaves, draws)
 
         return act_at_random
 
     def mark(self, slab: Slab, steps: int, mask: np.ndarray | None) -> None:
-        """Say which frames of a finished rollout were random, and count them."""
-        if not self.left:
-            return
-        column = slab.arrays[keys.RANDOM][:steps]
-        order = np.arange(column.size).reshape(column.shape)
-        column[...] = order < self.left
-        made = column if mask is None else column & mask
-        self.left -= int(made.sum())
+        """Count the random frames of a finished rollout; rows that are no frames are not random."""
+        if self.left:
+            column = slab.arrays[keys.RANDOM][:steps]
+            if mask is not None:
+                column &= mask
+            self.left = max(0, self.left - _count(column, None))
 
 
-def uniform_log_prob(leaves: list[Leaf]) -> float:
-    """Return the log-probability (density) of any random action; NaN where it is not constant."""
-    return sum(_leaf_log_prob(leaf.space) for leaf in leaves)
+def _count(random: np.ndarray, mask: np.ndarray | None) -> int:
+    return int((random if mask is None else random & mask).sum())
 
 
-def _leaf_log_prob(space: Any) -> float:
-    if isinstance(space, spaces.Discrete):
-        return -math.log(int(space.n))
-    if isinstance(space, spaces.MultiDiscrete):
-        return -float(np.log(space.nvec).sum())
-    if isinstance(space, spaces.MultiBinary):
-        return -math.prod(space.shape) * math.log(2)
-    if isinstance(space, spaces.Box) and space.is_bounded():
-        return -float(np.log(space.high.astype(np.float64) - space.low).sum())
-    return math.nan
+def _log_prob(field: Field, leaves: Sequence[Leaf], draws: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the log-density of random actions in the form that the policy gives its own.
+
+    That is one number for the whole action, or one for each number of an action; of the one leaf
+    that the field is named after, or of all. NaN in any other form.
+    """
+    own = [leaf for leaf in leaves if (*leaf.key[:-1], f"{leaf.key[-1]}_log_prob") == field.key]
+    parts = [
+        log_density(leaf, draw)
+        for leaf, draw in zip(leaves, draws, strict=True)
+        if leaf in own or not own
+    ]
+    if len(parts) == 1 and parts[0].shape[1:] == field.shape:
+        return parts[0]
+    if field.shape not in ((), (1,)):
+        return np.full((len(parts[0]), *field.shape), np.nan)
+    total = sum(part.reshape(len(part), -1).sum(1) for part in parts)
+    return np.reshape(total, (-1, *field.shape))

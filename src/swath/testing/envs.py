@@ -76,7 +76,8 @@ class CountingEnv(gym.Env[Any, Any]):
         self.action_space = spaces.Discrete(2) if action_space is None else action_space
         # A copy: a space has a generator, and this one is seeded at every step.
         self._samples = copy.deepcopy(observation_space)
-        self.observation_space = self._samples or spaces.Box(0, largest, (3,), np.int64)
+        numbers = spaces.Box(0, largest, (3,), np.int64)
+        self.observation_space = numbers if self._samples is None else self._samples
         self._leaves = action_leaves(self.action_space)
         self.longest = longest
         self.stamp, self.episode, self.count = int.from_bytes(os.urandom(6), "big"), -1, -1
