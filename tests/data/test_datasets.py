@@ -135,28 +135,12 @@ def test_every_dtype_and_any_key_survives(tmp_path: Path) -> None:
 
 
 def test_the_description_says_what_is_inside(tmp_path: Path) -> None:
-    env = GymEnv("CartPole-v1")
-    spaces_of_env = {"observation_space": env.observation_space, "action_space": env.action_space}
-    writer = DatasetWriter(
-        tmp_path / "data", env_id="CartPole-v1", seed=3, policy="my:policy", **spaces_of_env
-    )
-    given = batches(env, seed=3)
-    with writer:
-        for batch in given:
+    noted = {"env_id": "CartPole-v1", "seed": 3, "policy": "my:policy"}
+    with DatasetWriter(tmp_path / "data", **noted) as writer:
+        for batch in batches(GymEnv("CartPole-v1"), seed=3):
             writer.write(batch)
     about = json.loads((tmp_path / "data/swath.json").read_text())
-    assert about.pop("keys")["next/observation"] == {"dtype": "float32", "shape": [4]}
-    assert about == {
-        "format": 1,
-        "swath": swath.__version__,
-        "env_id": "CartPole-v1",
-        "seed": 3,
-        "policy": "my:policy",
-        "observation_space": str(env.observation_space),
-        "action_space": "Discrete(2)",
-        "frames": 100,
-        "episodes": int(flat(given)["next", "done"].sum()),
-    }
+    assert about == {"swath": swath.__version__, "frames": 100, **noted}
 
 
 # -- whole, or not there --------------------------------------------------------------------------
@@ -278,9 +262,3 @@ def test_loading_what_is_no_dataset_says_so(tmp_path: Path) -> None:
         load_dataset(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"is no swath dataset: it has no swath\.json"):
         load_dataset(tmp_path)
-    stored(tmp_path / "data", [small()])
-    (tmp_path / "data/swath.json").write_text('{"format": 7, "swath": "9.1"}')
-    with pytest.raises(
-        UsageError, match=r"has format 7, but this swath reads 1; load it with .*9\.1"
-    ):
-        load_dataset(tmp_path / "data")

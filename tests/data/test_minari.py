@@ -11,13 +11,15 @@ import gymnasium as gym
 import minari
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from minari.dataset.minari_dataset import parse_dataset_id
 from tensordict import TensorDict
 
 import swath
 from swath.collectors import Collector
-from swath.data import DatasetWriter, MinariWriter, load_dataset, minari_id, to_minari
+from swath.data import MinariWriter, load_dataset
+from swath.data.minari import minari_id
 from swath.envs import SerialEnv
 from swath.errors import UsageError
 from swath.testing import CountingEnv, check_transitions
@@ -40,16 +42,17 @@ SPACES = {
 }
 
 
-def collected(path: Path, make_env: Any, frames: int = 120, **about: Any) -> TensorDict:
-    with (
-        Collector(
-            SerialEnv(3, make_env), frames_per_batch=48, total_frames=frames, seed=0
-        ) as collector,
-        DatasetWriter(path, **about) as writer,
-    ):
-        for batch in collector:
+def batches(make_env: Any, frames: int = 120) -> list[TensorDict]:
+    env = SerialEnv(3, make_env)
+    with Collector(env, frames_per_batch=48, total_frames=frames, seed=0) as collector:
+        return list(collector)
+
+
+def exported(path: Path, given: list[TensorDict], env: gym.Env[Any, Any]) -> minari.MinariDataset:
+    with MinariWriter(path, env=env, policy="random") as writer:
+        for batch in given:
             writer.write(batch)
-    return load_dataset(path)
+    return minari.load_dataset(writer.dataset_id)
 
 
 @pytest.fixture
@@ -59,11 +62,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "minari"
 
 
-def assert_same_episodes(exported: minari.MinariDataset, data: TensorDict, env: Any) -> None:
+def assert_same_episodes(dataset: minari.MinariDataset, given: list[TensorDict], env: Any) -> None:
+    data = torch.cat([batch.clone().reshape(-1) for batch in given])
     ids = data["collector", "traj_ids"]
-    assert exported.total_episodes == len(ids.unique())
-    assert exported.total_steps == len(ids)
-    for episode, trajectory in zip(exported, ids.unique(), strict=True):
+    assert dataset.total_episodes == len(ids.unique())
+    assert dataset.total_steps == len(ids)
+    for episode, trajectory in zip(dataset, ids.unique(), strict=True):
         rows = data[ids == trajectory]
         for leaf in observation_leaves(env.observation_space):
             values = fetch(episode.observations, leaf.path)
@@ -83,83 +87,99 @@ def assert_same_episodes(exported: minari.MinariDataset, data: TensorDict, env: 
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_episodes_come_back_frame_by_frame(tmp_path: Path, root: Path, name: str) -> None:
+def test_episodes_come_back_frame_by_frame(root: Path, name: str) -> None:
     observation, action = SPACES[name]
+    given = batches(lambda: CountingEnv(action, observation))
     env = CountingEnv(action, observation)
-    data = collected(tmp_path / "data", lambda: CountingEnv(action, observation))
-    dataset_id = to_minari(data, root, env=env, policy="random")
-    exported = minari.load_dataset(dataset_id)
-    assert_same_episodes(exported, data, env)
-    assert exported.observation_space == observation
-    assert exported.action_space == action
-    assert exported.storage.metadata["algorithm_name"] == "random"
-    assert not (root.parent / "minari.partial").exists()
+    dataset = exported(root, given, env)
+    assert_same_episodes(dataset, given, env)
+    assert dataset.observation_space == observation
+    assert dataset.action_space == action
+    assert dataset.storage.metadata["algorithm_name"] == "random"
 
 
-def test_a_stored_dataset_knows_its_env(tmp_path: Path, root: Path) -> None:
-    data = collected(tmp_path / "data", "CartPole-v1", env_id="CartPole-v1")
-    dataset_id = to_minari(tmp_path / "data", root)
-    assert dataset_id == "cartpole/swath-v0"
-    exported = minari.load_dataset(dataset_id)
-    env = exported.recover_environment()
+def test_a_dataset_knows_its_env(root: Path) -> None:
+    given = batches("CartPole-v1")
+    dataset = exported(root, given, gym.make("CartPole-v1"))
+    assert dataset.spec.dataset_id == "cartpole/swath-v0"
+    env = dataset.recover_environment()
     assert env.spec.id == "CartPole-v1"
-    assert_same_episodes(exported, data, env)
-    assert "EpisodeData(id=0" in repr(exported[0])
+    assert_same_episodes(dataset, given, env)
+    assert "EpisodeData(id=0" in repr(dataset[0])
 
 
-def test_the_writer_exports_when_it_closes(tmp_path: Path, root: Path) -> None:
-    writer = MinariWriter(root, env=CountingEnv(), dataset_id="counting/test-v3")
-    with Collector(SerialEnv(2, CountingEnv), frames_per_batch=40, seed=0) as collector:
-        given = [collector.next() for _ in range(3)]
-    for batch in given:
+def test_the_writer_stores_when_it_closes(tmp_path: Path, root: Path) -> None:
+    os.environ["MINARI_DATASETS_PATH"] = elsewhere = str(tmp_path / "elsewhere")
+    writer = MinariWriter(root, env=CountingEnv())
+    for batch in batches(CountingEnv):
         writer.write(batch)
     assert writer.frames == 120
     assert not root.exists()
     writer.close()
     writer.close()
     writer.discard()
-    assert "minari.load_dataset('counting/test-v3')" in writer.load_call
-    assert minari.load_dataset("counting/test-v3").total_steps == 120
-    assert [path.name for path in tmp_path.iterdir()] == ["minari"]
-    assert [path.name for path in root.iterdir()] == ["counting"]
-
-
-def test_what_fails_leaves_nothing_behind(tmp_path: Path, root: Path) -> None:
-    data = collected(tmp_path / "data", CountingEnv)
-    elsewhere = os.environ["MINARI_DATASETS_PATH"] = str(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match=r"have no \('next', 'observation'\)"):
-        to_minari(data.exclude(("next", "observation")), root, env=CountingEnv())
-    with pytest.raises(UsageError, match=r"'observation' is int64 \(3,\).*float32 \(4,\) there"):
-        to_minari(data, root, env="CartPole-v1")
-    with pytest.raises(UsageError, match="needs the env of these frames: pass env="):
-        to_minari(data, root)
-    with pytest.raises(UsageError, match="'no version' is no id of a Minari dataset"):
-        to_minari(data, root, env=CountingEnv(), dataset_id="no version")
-    with pytest.raises(UsageError, match="is no swath dataset"):
-        to_minari(tmp_path / "nothing", root)
-    with pytest.raises(UsageError, match="data exists and is not empty"):
-        to_minari(data, tmp_path / "data", env=CountingEnv())
-    writer = MinariWriter(root, env=CountingEnv())
-    with pytest.raises(UsageError, match="no frame was written"):
-        writer.close()
     assert os.environ["MINARI_DATASETS_PATH"] == elsewhere
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert [path.name for path in tmp_path.iterdir()] == ["minari"]
+    assert [path.name for path in root.iterdir()] == ["countingenv"]
+    call, _, setting = writer.load_call.partition("  # with ")
+    os.environ.update([setting.split("=")])
+    assert eval(call, {"minari": minari}).total_steps == 120
 
 
-def test_when_minari_fails_the_frames_are_kept(
-    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_start_leaves_nothing_behind(tmp_path: Path, root: Path) -> None:
+    with pytest.raises(UsageError, match="no frame was written"):
+        MinariWriter(root, env=CountingEnv()).close()
+    assert not list(tmp_path.iterdir())
+    root.mkdir()
+    (root / "thing").touch()
+    with pytest.raises(UsageError, match="minari exists and is not empty"):
+        MinariWriter(root, env=CountingEnv())
+    assert [path.name for path in tmp_path.iterdir()] == ["minari"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda batch: batch.exclude(("next", "observation")), r"have nothing at \('next', 'obs"),
+        (
+            lambda batch: batch.set("observation", batch["observation"].float()),
+            r"have float32 \(3,\) per frame at 'observation', but the env has int64 \(3,\) there",
+        ),
+        (None, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_when_it_fails_the_frames_are_kept(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str
 ) -> None:
     writer = MinariWriter(root, env=CountingEnv())
-    with Collector(CountingEnv(), frames_per_batch=40, total_frames=40) as collector:
-        writer.write(collector.next())
-    monkeypatch.setattr(minari, "create_dataset_from_buffers", lambda *_, **__: 1 / 0)
+    given = batches(CountingEnv)
+    for batch in given:
+        writer.write(spoil(batch) if spoil else batch)
+    if spoil is None:
+        monkeypatch.setattr(minari, "create_dataset_from_buffers", lambda *_, **__: 1 / 0)
     with pytest.raises(
-        UsageError, match=r"ZeroDivisionError.*The frames are kept: (.*)\.$"
+        UsageError, match=rf"{message}.*(?<!\.)\. The frames are kept: .*\.$"
     ) as info:
         writer.close()
     writer.discard()
     call = str(info.value).partition("kept: ")[2].rstrip(".")
-    assert check_transitions(eval(call, {"swath": swath})) == 40
+    kept = eval(call, {"swath": swath})
+    assert kept.batch_size == (120,)
+    assert spoil is not None or check_transitions(kept) == 120
+    assert [path.name for path in tmp_path.iterdir()] == ["minari"]
+
+
+def test_interrupted_while_storing_the_frames_are_kept(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(minari, "create_dataset_from_buffers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        exported(root, batches(CountingEnv), CountingEnv())
+    assert check_transitions(load_dataset(root)) == 120
+    assert [path.name for path in tmp_path.iterdir()] == ["minari"]
 
 
 @pytest.mark.parametrize("package", ["minari", "h5py"])
@@ -170,8 +190,6 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(
     message = rf"need the package '{package}': pip install \"swath\[minari\]\""
     with pytest.raises(UsageError, match=message):
         MinariWriter(tmp_path / "minari", env=CountingEnv())
-    with pytest.raises(UsageError, match=message):
-        to_minari(tmp_path, tmp_path / "minari")
     assert not list(tmp_path.iterdir())
 
 

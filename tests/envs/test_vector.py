@@ -99,6 +99,7 @@ def test_an_episode_that_a_stubborn_env_began_in_a_masked_row_is_none_if_cut_the
     with Collector(Stubborn(3), seed=SEED, **options) as collector:
         batches = [collector.next() for _ in range(3)]
         stats = collector.stats()
+    check_transitions(batches, reset_at_each_iter=True)
     frames = torch.cat([batch[batch["collector", "mask"]] for batch in batches])
     assert stats["episodes"] == frames["next", "done"].sum()
     assert stats["length"]["min"] >= 1

@@ -1,7 +1,7 @@
 """Datasets on disk: frames one after the other, in tensordict's memory-map format.
 
 ```
- DIR/swath.json        what is in here: format, env, seed, policy, counts, keys
+ DIR/swath.json        where it comes from: swath's version, number of frames, env, seed, policy
  DIR/meta.json         tensordict's own description, which `TensorDict.load_memmap(DIR)` reads
  DIR/*.memmap          one file per key with the bytes of all frames; nested keys are folders
 ```
@@ -14,24 +14,22 @@ no guess of the final size, and a full disk is an error, not a dead process.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_leaf_nontensor
 
 from swath import __version__
-from swath.data.files import abandon, claim, commit, partial_of
 from swath.errors import ClosedError, UsageError
 from swath.rollout import keys
 from swath.tree import Key, key_name, nest
 
-__all__ = ["DatasetWriter", "load_dataset", "read_about"]
+__all__ = ["DatasetWriter", "load_dataset", "partial_of"]
 
 _ABOUT = "swath.json"
-_FORMAT = 1
 
 
 class DatasetWriter:
@@ -43,40 +41,21 @@ class DatasetWriter:
 
     Args:
         directory: Where to; must not exist or be empty.
-        env_id: Noted in the description, like all that follow.
-        seed: The seed of the collection.
-        policy: The name of the policy.
-        observation_space: The space of one env.
-        action_space: The space of one env.
+        **about: What to note in `DIR/swath.json`, such as `env_id="CartPole-v1"`.
 
     >>> from tempfile import TemporaryDirectory
     >>> from swath.envs import GymEnv
     >>> with TemporaryDirectory() as directory:
-    ...     with DatasetWriter(directory, env_id="CartPole-v1") as writer:
+    ...     with DatasetWriter(directory) as writer:
     ...         writer.write(GymEnv("CartPole-v1").rollout(5))
     ...     load_dataset(directory)["observation"].shape
     torch.Size([5, 4])
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        env_id: str | None = None,
-        seed: int | None = None,
-        policy: str | None = None,
-        observation_space: gym.Space[Any] | None = None,
-        action_space: gym.Space[Any] | None = None,
-    ) -> None:
-        self.directory = claim(directory)
-        self._about = {
-            "env_id": env_id,
-            "seed": seed,
-            "policy": policy,
-            "observation_space": None if observation_space is None else str(observation_space),
-            "action_space": None if action_space is None else str(action_space),
-        }
-        self.frames = self.episodes = 0
+    def __init__(self, directory: str | Path, **about: Any) -> None:
+        self.directory = _claimed(directory)
+        self.frames = 0
+        self._about = about
         self._columns: dict[Key, _Column] = {}
         self._closed = False
 
@@ -96,15 +75,14 @@ class DatasetWriter:
         if not self._columns:
             self._columns = _make_columns(partial_of(self.directory), rows)
         self._check(rows)
-        done = rows.get(keys.NEXT_DONE)
         try:
             for key, tensor in rows.items():
                 self._columns[key].append(tensor)
         except BaseException:
-            self._cut()
+            for column in self._columns.values():
+                column.cut(self.frames)
             raise
         self.frames += frames
-        self.episodes += 0 if done is None else int(done.sum())
 
     def _check(self, rows: Mapping[Key, torch.Tensor]) -> None:
         for key in rows.keys() ^ self._columns.keys():
@@ -112,17 +90,12 @@ class DatasetWriter:
             raise UsageError(f"this batch {which} {key_name(key)}; all must have the same keys.")
         for key, tensor in rows.items():
             column = self._columns[key]
-            if (tuple(tensor.shape[1:]), tensor.dtype) != (column.shape, column.dtype):
+            if (tensor.shape[1:], tensor.dtype) != (column.shape, column.dtype):
                 raise UsageError(
                     f"{key_name(key)} is {tensor.dtype} {tuple(tensor.shape[1:])} per frame in "
-                    f"this batch, but {column.dtype} {column.shape} in the first; all batches of "
-                    "a dataset must agree."
+                    f"this batch, but {column.dtype} {tuple(column.shape)} in the first; all "
+                    "batches of a dataset must agree."
                 )
-
-    def _cut(self) -> None:
-        """Drop what a failed write has left behind."""
-        for column in self._columns.values():
-            column.cut(self.frames)
 
     def close(self) -> None:
         """Finish the dataset and give it its name; calling it again is nothing."""
@@ -135,30 +108,19 @@ class DatasetWriter:
         partial = partial_of(self.directory)
         tensors = {key: column.finish(self.frames) for key, column in self._columns.items()}
         TensorDict(nest(tensors), [self.frames]).memmap_(partial)
-        (partial / _ABOUT).write_text(json.dumps(self._description(), indent=2) + "\n")
-        commit(self.directory)
-
-    def _description(self) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "swath": __version__,
-            **self._about,
-            "frames": self.frames,
-            "episodes": self.episodes,
-            "keys": {
-                "/".join(key): {"dtype": str(c.dtype).split(".")[1], "shape": c.shape}
-                for key, c in self._columns.items()
-            },
-        }
+        about = {"swath": __version__, "frames": self.frames, **self._about}
+        (partial / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        if self.directory.is_dir():
+            self.directory.rmdir()  # it is empty; whatever has got in since is not overwritten
+        partial.rename(self.directory)
 
     def discard(self) -> None:
         """Throw away what was written, unless it is closed already."""
-        if self._closed:
-            return
-        self._closed = True
-        for column in self._columns.values():
-            column.file.close()
-        abandon(self.directory)
+        if not self._closed:
+            self._closed = True
+            for column in self._columns.values():
+                column.file.close()
+            shutil.rmtree(partial_of(self.directory))
 
     def __enter__(self) -> DatasetWriter:
         return self
@@ -173,10 +135,9 @@ class DatasetWriter:
 class _Column:
     """One key of a dataset: a file with the bytes of all frames."""
 
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, shape: torch.Size, dtype: torch.dtype) -> None:
         self.path, self.shape, self.dtype = path, shape, dtype
         self.file = path.open("wb", buffering=0)
-        self._frame_bytes = torch.Size(shape).numel() * dtype.itemsize
 
     def append(self, rows: torch.Tensor) -> None:
         left = rows.reshape(-1).view(torch.uint8).numpy().data
@@ -184,7 +145,7 @@ class _Column:
             left = left[self.file.write(left) :]
 
     def cut(self, frames: int) -> None:
-        self.file.truncate(frames * self._frame_bytes)
+        self.file.truncate(frames * self.shape.numel() * self.dtype.itemsize)
         self.file.seek(0, 2)
 
     def finish(self, frames: int) -> torch.Tensor:
@@ -225,9 +186,31 @@ def _make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, 
     one = TensorDict(nest({key: torch.zeros_like(row[:1]) for key, row in rows.items()}), [1])
     files = one.memmap(partial)  # it knows how to turn any key into a file name
     return {
-        key: _Column(Path(files.get(key).filename), tuple(row.shape[1:]), row.dtype)
+        key: _Column(Path(files.get(key).filename), row.shape[1:], row.dtype)
         for key, row in rows.items()
     }
+
+
+def _claimed(directory: str | Path) -> Path:
+    """Make `DIR.partial` and return the full path of DIR, or refuse if something is there."""
+    path = Path(directory).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a directory that does not exist yet.")
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"{path} exists and is not empty; name another directory or delete it.")
+    try:
+        partial_of(path).mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(
+            f"{partial_of(path)} exists: another run writes there, or one was killed. Name another "
+            "directory, or delete it."
+        ) from None
+    return path
+
+
+def partial_of(directory: Path) -> Path:
+    """Return where a directory is written until it is whole: `DIR.partial`."""
+    return directory.with_name(directory.name + ".partial")
 
 
 def load_dataset(directory: str | Path) -> TensorDict:
@@ -235,22 +218,10 @@ def load_dataset(directory: str | Path) -> TensorDict:
 
     Nothing is read until it is used. Writing into its tensors changes the files; clone first.
     """
-    read_about(directory)
-    return TensorDict.load_memmap(directory)
-
-
-def read_about(directory: str | Path) -> dict[str, Any]:
-    """Return the description of a dataset: env id, seed, policy, counts and keys."""
     path = Path(directory)
     if not (path / _ABOUT).is_file():
         reason = f"it has no {_ABOUT}" if path.is_dir() else "there is no such directory"
         if partial_of(path).is_dir():
             reason += f", but {partial_of(path)} is there: its writer runs yet, or was killed"
         raise UsageError(f"{path} is no swath dataset: {reason}.")
-    about: dict[str, Any] = json.loads((path / _ABOUT).read_text())
-    if about.get("format") != _FORMAT:
-        raise UsageError(
-            f"{path} has format {about.get('format')!r}, but this swath reads {_FORMAT}; load it "
-            f"with swath {about.get('swath')}."
-        )
-    return about
+    return TensorDict.load_memmap(path)

@@ -133,6 +133,7 @@ class _BoundGym:
         self._info = group.info.bind(slab) if group.info else None
         leaf = self._leaves[0]
         self._flat = len(self._leaves) == 1 and not leaf.path and leaf.shape != ()
+        self._steps = [env.step for env in group.envs]
 
     def reset(self, t: int, which: Sequence[int] | None) -> None:
         """See `BoundEnvs`."""
@@ -145,15 +146,17 @@ class _BoundGym:
 
     def step(self, t: int) -> Sequence[int]:
         """See `BoundEnvs`."""
-        leaf, flat = self._leaves[0], self._flat
+        live, leaf, flat = self._group.live, self._leaves[0], self._flat
         shape, dtype, array = leaf.shape, leaf.dtype, np.ndarray
         row, rewards, actions = self._obs[0][t + 1], self._reward[t], self._actions(t)
-        envs, info_to = self._group.envs, self._info
+        steps, info_to = self._steps, self._info
+        if len(live) < len(steps):
+            steps, actions = [steps[i] for i in live], [actions[i] for i in live]
         ended: list[int] = []
         i = 0
         try:
-            for i in self._group.live:
-                observation, reward, terminated, truncated, info = envs[i].step(actions[i])
+            for i, step, action in zip(live, steps, actions):  # noqa: B905 - strict takes time
+                observation, reward, terminated, truncated, info = step(action)
                 if flat:  # the same as _write, without a call for every env at every step
                     if (
                         observation.__class__ is not array
@@ -178,6 +181,9 @@ class _BoundGym:
             raised = CallFailed(i, "step()", _own_error(error))
             raised.completed = [j for j in self._group.live if j < i]
             raise raised from error
+        if info_to is not None and len(live) < self._group.num_envs:
+            for i in set(range(self._group.num_envs)).difference(live):
+                info_to({}, t, i)
         return ended
 
     def _write(self, observation: Any, t: int, i: int) -> None:
@@ -245,7 +251,8 @@ def _action_reader(group: GymGroup, slab: Slab) -> Callable[[int], Sequence[Any]
 
 def _leaf_reader(array: np.ndarray, leaf: Leaf) -> Callable[[int], Sequence[Any]]:
     if isinstance(leaf.space, gym.spaces.Discrete):
-        return lambda t: array[t].tolist()
+        # Items of the row are numpy integers, which a Discrete space checks faster than Python's.
+        return array.__getitem__
     if leaf.shape == ():  # an array without dimensions, not the number that indexing would give
         return lambda t: [np.array(value) for value in array[t]]
     return lambda t: array[t].copy()

@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 from gymnasium.utils import EzPickle
+from gymnasium.vector import AsyncVectorEnv
 
 __all__ = ["pickled"]
 
@@ -29,7 +30,7 @@ def pickled(state: Any) -> bytes | None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
-    """Refuses objects whose pickling succeeds but leaves the state of the simulator out."""
+    """Refuses objects whose pickling succeeds but leaves some state of the simulator out."""
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -37,12 +38,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
             raise pickle.PicklingError(
                 f"gymnasium's EzPickle keeps of {kind.__name__} only how it was made"
             )
-        if _is_parallel(kind):
-            raise pickle.PicklingError(f"TorchRL's {kind.__name__} is closed by being pickled")
+        if isinstance(obj, AsyncVectorEnv):
+            raise pickle.PicklingError(f"the envs of {kind.__name__} live in other processes")
+        if _is_torchrl_batch(kind):
+            raise pickle.PicklingError(
+                f"TorchRL's {kind.__name__} loses the memory it shares with its envs"
+            )
         return super().reducer_override(obj)
 
 
-def _is_parallel(kind: type) -> bool:
+def _is_torchrl_batch(kind: type) -> bool:
     return any(
-        t.__name__ == "ParallelEnv" and t.__module__.startswith("torchrl.") for t in kind.__mro__
+        t.__name__ == "BatchedEnvBase" and t.__module__.startswith("torchrl.") for t in kind.__mro__
     )

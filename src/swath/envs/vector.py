@@ -132,8 +132,15 @@ class VectorGroup:
         self.env, self.resetting, self._seeds, self._first = state
 
     def close(self) -> None:
-        """See `EnvGroup`."""
-        self.env.close()
+        """See `EnvGroup`; an `AsyncVectorEnv` that lost a worker is ended by force."""
+        inner = self.env.unwrapped
+        try:
+            self.env.close()
+        except (EOFError, OSError):
+            for process in getattr(inner, "processes", ()):
+                process.terminate()
+                process.join()
+            inner.closed = True  # or it would try again when it is collected
 
 
 class _ResetMask(dict[str, Any]):

@@ -62,7 +62,7 @@ class Form:
 
     def fit(self, value: Any) -> np.ndarray:
         """Return any value as an array of this form, or say why it cannot be."""
-        array = to_array(value)
+        array = _numbers(self.key, value)
         if array.shape != self.shape:
             raise PolicyError(
                 f"the policy's output {key_name(self.key)} has shape {array.shape}; {self.shape} "
@@ -167,21 +167,29 @@ class Form:
 
 def extra_field(key: Key, value: Any, batch: tuple[int, ...]) -> Field:
     """Return the field in which an extra output is stored, from its first value."""
-    name = f"the policy's output {key_name(key)}"
-    try:
-        array = to_array(value)
-        dtype = value.dtype if isinstance(value, torch.Tensor) else torch_dtype(array.dtype, key)
-    except (TypeError, ValueError) as error:
-        raise PolicyError(
-            f"{name} is a {type(value).__name__} {value!r}, which has no place in a tensor; it "
-            "must be a tensor, an array or a number. Leave it out, or convert it."
-        ) from error
+    array = _numbers(key, value)
     if array.shape[: len(batch)] != batch:
         raise PolicyError(
-            f"{name} has shape {array.shape}; it must start with the batch shape {batch} of the "
-            "policy's input, one entry for each env. Expand it."
+            f"the policy's output {key_name(key)} has shape {array.shape}; it must start with the "
+            f"batch shape {batch} of the policy's input, one entry for each env. Expand it."
         )
+    dtype = value.dtype if isinstance(value, torch.Tensor) else torch_dtype(array.dtype, key)
     return Field(key, array.shape[len(batch) :], dtype)
+
+
+def _numbers(key: Key, value: Any) -> np.ndarray:
+    """Return a value as array, or refuse what has no place in a tensor."""
+    try:
+        array = to_array(value)
+    except (TypeError, ValueError):
+        array = np.empty((), object)
+    if array.dtype.kind in "biufc":
+        return array
+    what = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+    raise PolicyError(
+        f"the policy's output {key_name(key)} is {value!r}, of type {what}; numbers are needed, in "
+        "a tensor or array of a dtype that numpy has. Leave it out, or convert it."
+    )
 
 
 def check_free(key: Key, taken: Iterable[Key]) -> None:

@@ -96,8 +96,12 @@ def _uniforms(leaf: Leaf) -> int:
     """Return how many uniform numbers make one action."""
     if _kind(leaf) is None:
         return 1
-    both = _kind(leaf) is spaces.Box and not leaf.space.is_bounded()  # type: ignore[attr-defined]
-    return math.prod(leaf.shape) * (2 if both else 1)
+    return math.prod(leaf.shape) * _parts(leaf)
+
+
+def _parts(leaf: Leaf) -> int:
+    """Return how many uniform numbers make each number of an action."""
+    return 2 if isinstance(leaf.space, spaces.Box) and not leaf.space.is_bounded() else 1
 
 
 def _actions(leaf: Leaf, units: np.ndarray) -> np.ndarray:
@@ -108,7 +112,8 @@ def _actions(leaf: Leaf, units: np.ndarray) -> np.ndarray:
         return _own_samples(leaf, units[..., 0])
     lead = units.shape[:2]
     if kind is spaces.Box:
-        return _box_actions(space, units.reshape(*lead, -1, *leaf.shape)).astype(leaf.dtype)
+        parts = units.reshape(*lead, _parts(leaf), *leaf.shape)
+        return _box_actions(space, parts).astype(leaf.dtype)
     start, count = (0, 2) if kind is spaces.MultiBinary else (space.start, _count(space))
     return (start + np.floor(units.reshape(*lead, *leaf.shape) * count)).astype(leaf.dtype)
 
@@ -119,17 +124,18 @@ def _count(space: Any) -> Any:
 
 def _box_actions(space: spaces.Box, units: np.ndarray) -> np.ndarray:
     """Uniform where bounded, exponential where bounded on one side, normal where not at all."""
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    below, above = space.bounded_below, space.bounded_above
+    whole = space.low.dtype.kind != "f"  # every whole number has bounds, if only those of its dtype
+    low = np.where(below | whole, space.low.astype(np.float64), 0)
+    high = np.where(above | whole, space.high.astype(np.float64), 0)
     unit = units[:, :, 0]
-    if np.issubdtype(space.low.dtype, np.floating):
-        within = low * (1 - unit) + high * unit  # no overflow, unlike low + unit * (high - low)
-    else:
-        within = np.floor(low + unit * (high - low + 1))
-    if units.shape[2] == 1:
-        return within.clip(low, high)
+    if whole:
+        return np.floor(low + unit * (high - low + 1)).clip(low, high)
+    within = low * (1 - unit) + high * unit  # no overflow, unlike low + unit * (high - low)
+    if space.is_bounded():
+        return within
     tail = -np.log1p(-unit)
     normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * units[:, :, 1])
-    below, above = space.bounded_below, space.bounded_above
     return np.select([below & above, below, above], [within, low + tail, high - tail], normal)
 
 
@@ -153,9 +159,10 @@ def log_density(leaf: Leaf, actions: np.ndarray) -> np.ndarray:
         count = 2 if kind is spaces.MultiBinary else _count(space)
         return np.broadcast_to(-np.log(count), actions.shape)
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    below, above = space.bounded_below, space.bounded_above
-    width = high - low + (leaf.dtype.kind != "f")
-    flat = -np.log(np.where(width > 0, width, 1))  # a single point has probability 1
+    whole = leaf.dtype.kind != "f"
+    below, above = space.bounded_below | whole, space.bounded_above | whole
+    half = high / 2 - low / 2 + whole / 2  # of the width, which itself may overflow
+    flat = -np.log(np.where(half > 0, half, 0.5)) - math.log(2)  # a single point is certain
     normal = -0.5 * actions.astype(np.float64) ** 2 - 0.5 * math.log(2 * math.pi)
     choices = [flat, low - actions, actions - high]
     return np.select([below & above, below, above], choices, normal)

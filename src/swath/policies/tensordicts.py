@@ -46,7 +46,9 @@ class TensorDictPolicy(TorchPolicy):
         self.states = _states(module, carried, observed)
         self.needs_is_init = _IS_INIT in in_keys and _IS_INIT not in observed
         self.inputs = [*observed, *carried, *[_IS_INIT] * self.needs_is_init]
-        missing = [key for key in in_keys if not any(i[: len(key)] == key for i in self.inputs)]
+        # Parts of a nested key may be written by the policy itself, before it is read as a whole.
+        there = [*self.inputs, *(key for key in self._out_keys if len(key) > 1)]
+        missing = [key for key in in_keys if not any(t[: len(key)] == key for t in there)]
         if missing and not getattr(module, "partial_tolerant", False):
             raise UsageError(
                 f"the policy reads {', '.join(map(key_name, missing))}, which nothing provides. "

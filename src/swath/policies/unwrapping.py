@@ -58,13 +58,14 @@ class Slots:
 
     def write(self, keys: Sequence[Key]) -> list[int]:
         """Return the numbers of values to be written, new ones for new keys."""
+        numbers = []
         for key in keys:
-            if key not in self._numbers:
-                self._numbers[key] = self.size
-                self.size += 1
-        if _IGNORED in keys:
-            del self._numbers[_IGNORED]
-        return self.read(keys)
+            number = self._numbers.get(key, self.size)
+            self.size = max(self.size, number + 1)
+            if key != _IGNORED:
+                self._numbers[key] = number
+            numbers.append(number)
+        return numbers
 
 
 @dataclass(frozen=True)

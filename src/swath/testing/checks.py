@@ -14,7 +14,7 @@ from swath.rollout import keys
 from swath.rollout.keys import following
 from swath.seeding import env_seed
 from swath.testing.envs import episode_plan, reward_of
-from swath.tree import Key, action_leaves, builder, fetch, observation_leaves
+from swath.tree import Key, Leaf, action_leaves, builder, fetch, observation_leaves
 
 __all__ = ["check_replay", "check_transitions"]
 
@@ -119,6 +119,9 @@ def _check_order(before: _Frame, frame: _Frame, rules: _Rules, where: str) -> No
     stamp, episode, _ = before.here
     _, renewed = _ending(before, rules)
     start = (stamp, episode + 1, 0) if renewed else before.there
+    if before.last and rules.reset_at_each_iter:
+        # An env that ended there may have started an episode that was cut before its first frame.
+        start = (stamp, max(frame.here[1], episode + 1), 0)
     _equal(frame.here, start, f"{where}: observation after {before.there}")
     _equal(frame.traj_id == before.traj_id, not renewed, f"{where}: same id as the frame before")
 
@@ -197,7 +200,7 @@ def _replay(env: gym.Env[Any, Any], batches: Sequence[TensorDictBase], seed: int
         for t in range(batch.shape[0]):
             frame, where = batch[t], f"env {row}, batch {number}, step {t}"
             _check_observation(env, observation, frame, (), where)
-            values = [np.asarray(frame[leaf.key].numpy())[()] for leaf in actions]
+            values = [_single(frame[leaf.key].numpy(), leaf) for leaf in actions]
             observation, reward, terminated, truncated, _ = env.step(build(values))
             _check_observation(env, observation, frame, ("next",), where)
             _equal(frame[keys.REWARD].item(), float(np.float32(reward)), f"{where}: reward")
@@ -206,6 +209,11 @@ def _replay(env: gym.Env[Any, Any], batches: Sequence[TensorDictBase], seed: int
             _equal(flags, outcome, f"{where}: next terminated, truncated, done")
             if terminated or truncated:
                 observation, _ = env.reset()
+
+
+def _single(value: np.ndarray, leaf: Leaf) -> Any:
+    """Return a leaf of an action as an env expects it: a number, or an array of its own."""
+    return value.item() if isinstance(leaf.space, gym.spaces.Discrete) else value.copy()
 
 
 def _check_observation(

@@ -1,0 +1,253 @@
+"""Envs that fail: who, where and when is said, the cause is kept, and no whole frame is lost."""
+
+import os
+import signal
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+from swath.collectors import Collector
+from swath.envs import GymEnv, SerialEnv
+from swath.errors import EnvError, UsageError
+from swath.seeding import env_seed
+from swath.testing import CountingEnv, CrashingEnv, check_transitions
+
+SEED = 13
+
+
+def crashing(**kwargs):
+    return lambda: CrashingEnv(exception=KeyError("mass"), **kwargs)
+
+
+def located(index, step):
+    return rf"\[env {index}, step {step}, seed {env_seed(SEED, index)}\]"
+
+
+KINDS = {
+    "alone": (lambda bad: bad, 0, 1),
+    "first of a list": (lambda bad: [bad, CountingEnv, CountingEnv], 0, 3),
+    "second of a list": (lambda bad: [CountingEnv, bad, CountingEnv], 1, 3),
+    "in a SerialEnv": (lambda bad: SerialEnv(3, [CountingEnv, CountingEnv, bad]), 2, 3),
+    "in a joined list": (lambda bad: [SyncVectorEnv([CountingEnv] * 2), bad], 2, 3),
+}
+every_kind = pytest.mark.parametrize(("make", "index", "n"), KINDS.values(), ids=KINDS)
+
+
+@every_kind
+@pytest.mark.parametrize("at", [0, 7, 25])
+def test_an_exception_in_step_says_where_and_loses_no_frame(make, index, n, at):
+    with Collector(make(crashing(at_step=at)), frames_per_batch=10 * n, seed=SEED) as collector:
+        batches = [collector.next() for _ in range(at // 10)]
+        with pytest.raises(EnvError, match=r"raised KeyError: 'mass' in step\(\)") as caught:
+            collector.next()
+        error = caught.value
+        assert str(error).endswith(f"[env {index}, step {at}, seed {env_seed(SEED, index)}]")
+        assert (error.env, error.step, error.seed) == (index, at, env_seed(SEED, index))
+        assert isinstance(error.__cause__, KeyError)
+        rest = collector.partial()
+        batches += [] if rest is None else [rest]
+        # All whole steps, and of the step that failed the envs before the one that failed.
+        assert (check_transitions(batches) if batches else 0) == at * n + index
+        assert collector.partial() is None
+        assert check_transitions(collector.next()) == 10 * n
+
+
+@every_kind
+def test_an_exception_in_a_later_reset_says_where_and_loses_no_frame(make, index, n):
+    bad = crashing(at_reset=3)
+    with Collector(make(bad), frames_per_batch=100 * n, seed=SEED) as collector:
+        with pytest.raises(EnvError, match=r"raised KeyError: 'mass' in reset\(\)") as caught:
+            collector.next()
+        assert caught.value.env == index
+        assert isinstance(caught.value.__cause__, KeyError)
+        rest = collector.partial()
+        assert check_transitions(rest) == caught.value.step * n
+        ends = rest.reshape(n, -1)["next", "done"][index, :, 0]
+        assert ends.sum() == 3
+        assert ends[-1]
+
+
+@every_kind
+def test_an_exception_in_the_first_reset_fails_the_construction(make, index, n):
+    closed = []
+
+    class Noting(CrashingEnv):
+        def close(self):
+            closed.append(True)
+
+    with pytest.raises(EnvError, match=r"'mass' in reset\(\).*" + located(index, 0)) as caught:
+        Collector(
+            make(lambda: Noting(at_reset=0, exception=KeyError("mass"))),
+            frames_per_batch=10 * n,
+            seed=SEED,
+        )
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")  # gymnasium's log of the traceback
+def test_an_exception_in_a_vector_env_keeps_its_cause_and_the_whole_steps(kind):
+    env = kind([CountingEnv, crashing(at_step=7), CountingEnv])
+    with Collector(env, frames_per_batch=60, seed=SEED) as collector:
+        with pytest.raises(EnvError, match=r"KeyError: .*mass.* in step\(\)") as caught:
+            collector.next()
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert (caught.value.env, caught.value.step, caught.value.seed) == (None, 7, SEED)
+        assert check_transitions(collector.partial()) == 21
+
+
+@pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting:UserWarning")
+def test_a_killed_worker_of_a_vector_env_is_seen_and_the_others_are_ended():
+    env = AsyncVectorEnv([CountingEnv] * 3)
+    with Collector(env, frames_per_batch=60, seed=SEED) as collector:
+        collector.next()
+        os.kill(env.processes[1].pid, signal.SIGKILL)
+        env.processes[1].join()
+        with pytest.raises(EnvError, match=r"(EOFError|BrokenPipeError|ConnectionResetError)"):
+            collector.next()
+    assert not any(process.is_alive() for process in env.processes)
+
+
+def leaving(spoil, after=4, call="step"):
+    """Make an env whose answer is spoiled from one call on."""
+
+    class Leaving(CountingEnv):
+        calls = -1
+
+        def step(self, action):
+            self.calls += 1
+            answer = super().step(action)
+            return spoil(*answer) if call == "step" and self.calls >= after else answer
+
+        def reset(self, **kwargs):
+            answer = super().reset(**kwargs)
+            return spoil(*answer) if call == "reset" and self.calls >= after else answer
+
+    return Leaving
+
+
+WRONG_STEPS = {
+    "shape": (
+        lambda o, *rest: (o[:2], *rest),
+        r"'observation' has shape \(2,\) and dtype int64, but .* declares \(3,\) and int64",
+    ),
+    "dtype": (lambda o, *rest: (o / 2, *rest), r"dtype float64, but .* declares \(3,\) and int64"),
+    "nothing seen": (lambda o, *rest: (None, *rest), r"shape \(\) and dtype object"),
+    "ragged": (lambda o, *rest: ([[1, 2], 3], *rest), r"gives no array for 'observation'"),
+    "four values": (
+        lambda *answer: answer[:4],
+        r"gave no \(observation, reward, .*ValueError: not",
+    ),
+    "nothing": (lambda *answer: None, r"gave no \(observation, reward, .*TypeError: cannot unpack"),
+    "no reward": (lambda o, r, *rest: (o, "good", *rest), r"gave no \(observation, .*ValueError"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), WRONG_STEPS.values(), ids=WRONG_STEPS)
+def test_what_step_returns_is_checked_at_every_step(spoil, message):
+    envs = [CountingEnv, leaving(spoil)]
+    with Collector(envs, frames_per_batch=40, seed=SEED) as collector:
+        with pytest.raises(EnvError, match=message) as caught:
+            collector.next()
+        assert (caught.value.env, caught.value.step) == (1, 4)
+        assert check_transitions(collector.partial()) == 9
+
+
+WRONG_RESETS = {
+    "shape": (lambda o, i: (o[:2], i), r"has shape \(2,\)"),
+    "no info": (lambda o, i: o, r"reset\(\) must return \(observation, info\); it returned array"),
+    "nothing": (lambda o, i: None, r"it returned None"),
+}
+
+
+@pytest.mark.parametrize("after", [-1, 4], ids=["first", "later"])
+@pytest.mark.parametrize(("spoil", "message"), WRONG_RESETS.values(), ids=WRONG_RESETS)
+def test_what_reset_returns_is_checked_at_every_reset(spoil, message, after):
+    def run():
+        with Collector(leaving(spoil, after, "reset"), frames_per_batch=40, seed=SEED) as collector:
+            collector.next()
+
+    with pytest.raises(EnvError, match=message) as caught:
+        run()
+    assert caught.value.env == 0
+
+
+def test_an_observation_that_lacks_an_entry_is_named_by_its_key():
+    space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Tuple([spaces.Discrete(2)]))
+
+    class Lacking(CountingEnv):
+        def _observe(self):
+            return {"a": 1, "b": ()} if self.count == 1 else super()._observe()
+
+    env = Lacking(observation_space=space)
+    with Collector(env, frames_per_batch=10, seed=SEED) as collector:
+        with pytest.raises(EnvError, match=r"gives no array for \('b', '0'\).*IndexError"):
+            collector.next()
+
+
+def test_numbers_of_a_narrower_kind_are_taken_and_of_a_wider_one_refused():
+    class Numbers(CountingEnv):
+        seen = None
+
+        def _observe(self):
+            return self.seen
+
+    env = Numbers()
+    env.observation_space = spaces.Box(0, 255, (2,), np.float32)
+    for env.seen in ([1, 2], np.array([1, 2], np.int64), np.array([1, 2], np.float64), (1.0, 2.0)):
+        with Collector(GymEnv(env), frames_per_batch=5) as collector:
+            assert (collector.next()["observation"] == collector.next()["observation"]).all()
+    env.observation_space = spaces.Box(0, 255, (2,), np.uint8)
+    env.seen = np.array([1, 300], np.int64)
+    with pytest.raises(EnvError, match=r"dtype int64, but .* uint8"):
+        Collector(env, frames_per_batch=5)
+
+
+def test_an_info_that_changes_its_form_is_an_error_that_says_how_to_store_it():
+    class Growing(CountingEnv):
+        def step(self, action):
+            *rest, info = super().step(action)
+            return *rest, info | {"seen": np.zeros(3) if self.count == 2 else 0.0}
+
+    for form in (["seen"], {"seen": spaces.Box(0, 1, ())}):
+        env = SerialEnv(2, lambda: Growing(longest=30), info_keys=form)
+        with Collector(env, frames_per_batch=40, seed=SEED) as collector:
+            with pytest.raises(EnvError, match=r"info\['seen'\] is a ndarray of shape \(3,\)"):
+                collector.next()
+
+
+def test_an_info_that_is_no_number_is_refused_or_an_error():
+    class Naming(CountingEnv):
+        def reset(self, **kwargs):
+            return super().reset(**kwargs)[0], {"name": "x"}
+
+        def step(self, action):
+            *rest, _ = super().step(action)
+            return *rest, {"name": "x", "late": {"r": 1.0}}
+
+    with pytest.raises(UsageError, match=r"info\['name'\] is a str, not a number"):
+        GymEnv(Naming(), info_keys=["name"])
+    with pytest.raises(UsageError, match="list of names; got the string 'name'"):
+        GymEnv(Naming(), info_keys="name")
+    with pytest.raises(UsageError, match=r"info_keys\['name'\] must be a Box or Discrete"):
+        GymEnv(Naming(), info_keys={"name": spaces.Dict()})
+    with Collector(GymEnv(Naming(), info_keys=["late"]), frames_per_batch=40) as collector:
+        with pytest.raises(EnvError, match=r"info\['late'\] is a dict"):
+            collector.next()
+
+
+def test_ctrl_c_in_an_env_is_no_error_of_the_env():
+    env = CrashingEnv(at_step=5, exception=KeyboardInterrupt())
+    with Collector(env, frames_per_batch=20, seed=SEED) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        assert check_transitions(collector.partial()) == 5
+
+
+def test_an_env_that_is_made_but_has_no_spaces_is_refused():
+    with pytest.raises((UsageError, AttributeError), match="observation_space"):
+        Collector(gym.Env(), frames_per_batch=10)
