@@ -23,7 +23,9 @@ def _children() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    # Semaphores of multiprocessing are unlinked as soon as they are open: others' pass by here.
+    return {name for name in names if not name.startswith("sem.mp-")}
 
 
 def _descriptors() -> int:

@@ -1,10 +1,8 @@
 """The command line: `swath collect` and `swath bench`.
 
-Every error is one line on stderr with exit code 2. What is heavy to import (torch, gymnasium) is
-imported by the command that needs it, so that `swath --help` answers at once.
-
-Ctrl-C while frames are collected ends the rollout there and then, and its whole steps are kept;
-while they are stored it waits for that; the second Ctrl-C waits for nothing.
+What is heavy to import (torch, gymnasium) is imported by the command that needs it, so that
+`swath --help` answers at once. Ctrl-C while frames are collected ends the rollout there and then,
+and its whole steps are kept; otherwise it waits for what is being stored. The second one does not.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import contextlib
 import enum
 import importlib
 import inspect
-import operator
 import os
 import signal
 import subprocess
@@ -21,8 +18,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,21 +35,13 @@ if TYPE_CHECKING:
     from swath.collectors import Collector
     from swath.data import DatasetWriter
     from swath.envs import Env
-    from swath.observe.progress import Bar
 
 __all__ = ["app", "main"]
 
 _INTERRUPTED = 130  # what a shell reports for a process that SIGINT has ended
-_BATCH = 2048
+_BATCH = 2048  # frames, about
 # Click's own base of all usage errors; newer versions of typer carry a click of their own.
 _BadUsage: Any = typer.BadParameter.__base__
-_COLLECT_HELP = (
-    "Collect frames of an env, and say how it went.\n\n"
-    "The policy comes from a module that can be imported from the current directory. A function "
-    "of (observation_space, action_space), or of nothing, is called and returns it; a function of "
-    "one argument, the observation, or an nn.Module is the policy itself.\n\n"
-    "Example: swath collect CartPole-v1 --policy my_policies:make --out data"
-)
 
 app = typer.Typer(
     add_completion=False,
@@ -70,5 +58,259 @@ class Format(str, enum.Enum):
     minari = "minari"
 
 
-def _count(text: str, least: int = 1) -> Any:
-    return typer.Option(min=least, metavar="N", help=text)
+def _option(metavar: str, text: str, least: int | None = None) -> Any:
+    return typer.Option(metavar=metavar, help=text, min=least)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: _say_error(f"warning: {message}")
+        try:
+            return app(given or ["--help"], prog_name="swath", standalone_mode=False) or 0
+        except _BadUsage as error:
+            _say_error(f"error: {error.format_message()}")
+        except (SwathError, OSError) as error:
+            _say_error(f"error: {_explained(error)}")
+        except (KeyboardInterrupt, typer.Abort):
+            _say_error("interrupted")
+            return _INTERRUPTED
+        return 2
+
+
+@app.callback(invoke_without_command=True)
+def _swath(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"swath {swath.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def collect(  # noqa: PLR0913 - one parameter per option
+    env: Annotated[str, typer.Argument(metavar="ENV", help="Gymnasium id, also module:Id-v0.")],
+    frames: Annotated[int, _option("N", "Frames to collect, over all envs.", 1)] = 200_000,
+    envs: Annotated[int, _option("N", "Envs, stepped side by side.", 1)] = 8,
+    policy: Annotated[str | None, _option("MODULE:NAME", "As above; random by default.")] = None,
+    seed: Annotated[int | None, _option("N", "Seed of envs, actions and weights.", 0)] = None,
+    max_frames_per_traj: Annotated[int | None, _option("N", "Cut trajectories at N.", 1)] = None,
+    out: Annotated[Path | None, _option("DIR", "Keep the data here; must be new or empty.")] = None,
+    format: Annotated[Format, typer.Option(help="How to store it.")] = Format.tensordict,
+) -> int:
+    """Collect frames of an env, and say how it went.
+
+    The policy comes from a module that can be imported from the current
+    directory. A function of (observation_space, action_space), or of nothing,
+    is called and returns it; a function of one argument, the observations of
+    all envs, or an nn.Module is the policy itself.
+
+    Example: swath collect CartPole-v1 --policy my_policies:make --out data
+    """
+    if format is Format.minari and out is None:
+        raise UsageError("--format minari says how to store data; add --out DIR.")
+    sys.path.insert(0, os.getcwd())  # policies and 'module:Id-v0' envs live where the user is
+    from swath.collectors import Collector
+    from swath.data import DatasetWriter, MinariWriter
+    from swath.envs import SerialEnv
+
+    made, name = SerialEnv(envs, env), policy or "random"
+    writer: DatasetWriter | None = None
+    with contextlib.ExitStack() as stack:
+        if out is not None:
+            if format is Format.minari:
+                writer = MinariWriter(out, env=made.group.envs[0], policy=name)  # type: ignore[attr-defined]
+            else:
+                writer = DatasetWriter(out, env_id=env, seed=seed, policy=name)
+            stack.callback(writer.discard)  # nothing, once it is closed
+        collector = Collector(
+            made,
+            _make_policy(policy, made, seed),
+            frames_per_batch=envs * max(1, _BATCH // envs),
+            total_frames=frames,
+            max_frames_per_traj=max_frames_per_traj,
+            seed=seed,
+        )
+        stack.callback(collector.shutdown)
+        run = _Run(collector, writer)
+        stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, run.interrupt))
+        run.go(frames)
+        run.report(f"{env}, {name} policy", f"of {frames:,}, from {envs} envs")
+    if run.failure is not None:
+        raise run.failure
+    return _INTERRUPTED if run.interrupted else 0
+
+
+@app.command()
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke test of half a minute.")] = False,
+) -> int:
+    """Measure swath against its peers; needs a source checkout."""
+    near = (Path(__file__).parents[2], Path.cwd())
+    roots = [p for p in near if (p / "bench/__main__.py").exists() and (p / "src/swath").is_dir()]
+    if not roots:
+        raise UsageError(
+            "the benchmarks are not part of the installed package: run this in a source checkout "
+            "of swath, where the folder bench/ is."
+        )
+    command = [sys.executable, "-m", "bench", *(["--quick"] if quick else [])]
+    return subprocess.run(command, cwd=roots[0], check=False).returncode
+
+
+class _Run:
+    """One collection: what it gave and where its time went."""
+
+    def __init__(self, collector: Collector, writer: DatasetWriter | None) -> None:
+        self._collector, self._writer = collector, writer
+        self.failure: Exception | None = None
+        self.interrupted = self._collecting = False
+        self._seconds = self._writing = 0.0
+
+    def go(self, frames: int) -> None:
+        """Collect and write until all is there, Ctrl-C or a failure; then finish the dataset."""
+        from swath.observe.progress import Bar
+
+        bar = Bar(frames) if _out.is_terminal else None
+        started = perf_counter()
+        try:
+            while not self.interrupted:
+                if bar is not None:
+                    bar.update(self._collector.stats())
+                self._collecting = True
+                batch = self._collector.next()
+                self._collecting = False
+                if batch is None:
+                    break
+                self._write(batch)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        except (SwathError, OSError) as error:
+            self.failure = error
+        finally:
+            self._collecting = False
+            if bar is not None:
+                bar.close()
+        self._write(self._collector.partial())  # whole steps of a broken rollout
+        self._seconds = perf_counter() - started
+        if self._writer is not None and self._writer.frames:
+            self._writer.close()
+
+    def interrupt(self, *_: Any) -> None:
+        """Answer SIGINT: at once while frames are collected, or when it comes again."""
+        again, self.interrupted = self.interrupted, True
+        if again or self._collecting:
+            raise KeyboardInterrupt
+
+    def _write(self, batch: Any) -> None:
+        if self._writer is not None and batch is not None:
+            started = perf_counter()
+            self._writer.write(batch)
+            self._writing += perf_counter() - started
+
+    def report(self, title: str, wanted: str) -> None:
+        """Print the summary, and where the data is; nothing if a failure came before the data."""
+        stats, writer = self._collector.stats(), self._writer
+        if self.failure is not None and not stats["frames"]:
+            return
+        table = Table(title=title, show_header=False)
+        table.add_row("frames", f"{stats['frames']:,} {wanted}")
+        table.add_row("frames/s", f"{stats['frames'] / self._seconds:,.0f}")
+        table.add_row("episodes", f"{stats['episodes']:,}")
+        for name in ("return", "length"):
+            values = stats[name] or {}
+            parts = [f"{key.replace('_', ' ')} {value:,.1f}" for key, value in values.items()]
+            table.add_row(name, "  ".join(parts) or "no episode has ended")
+        writing = self._writing / self._seconds  # the collector knows only of its own time
+        shares = {name: share * (1 - writing) for name, share in stats["time"].items()}
+        parts = [f"{name} {share:.0%}" for name, share in [*shares.items(), ("writing", writing)]]
+        time = f"{self._seconds:,.1f} s"
+        if any(shares.values()):  # not if it broke off in the first steps
+            time += ": " + ", ".join(parts)
+        table.add_row("time", time)
+        _out.print(table, highlight=False)
+        if self.interrupted:
+            _say("interrupted: this is what there was until then")
+        if writer is None:
+            _say("data: not kept; --out DIR keeps it")
+        elif not writer.frames:
+            _say("data: none, so nothing was stored")
+        else:
+            _say(f"data: {writer.directory}\nload: {writer.load_call}")
+
+
+def _make_policy(reference: str | None, env: Env, seed: int | None) -> Any:
+    """Return the policy that `--policy` names; the rule is in the help of `collect`."""
+    if reference is None:
+        return None
+    import torch
+
+    try:
+        found = _imported(reference)
+        if isinstance(found, torch.nn.Module):
+            return found
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return _called(found, env)
+    except UsageError as error:
+        raise UsageError(f"--policy {reference!r}: {error}") from None
+    except Exception as error:  # whatever the user's code raises
+        text = f"--policy {reference!r} raised {type(error).__name__}: {error}"
+        raise UsageError(text) from error
+
+
+def _imported(reference: str) -> Any:
+    name, _, path = reference.partition(":")
+    if not (name and path):
+        raise UsageError("expected the form module:name, such as my_policies:make.")
+    module = importlib.import_module(name)
+    if not hasattr(module, path):
+        hint = nearest(path, [n for n in vars(module) if not n.startswith("_")])
+        raise UsageError(f"the module {name!r} has no {path!r}.{hint}")
+    return getattr(module, path)
+
+
+def _called(found: Any, env: Env) -> Any:
+    """Return what a maker of policies returns; a function of the observation as it is."""
+    parameters = inspect.signature(found).parameters.values() if callable(found) else ()
+    packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = sum(p.default is p.empty and p.kind not in packed for p in parameters)
+    if needed == 1 and not isinstance(found, type):
+        return found
+    if needed not in (0, 2) or not callable(found):
+        what = f"needs {needed} arguments" if callable(found) else "cannot be called"
+        raise UsageError(
+            f"{type(found).__name__} {what}; expected a function of (observation_space, "
+            "action_space) or of nothing that returns the policy, a function of the observation, "
+            "or an nn.Module."
+        )
+    made = found(env.observation_space, env.action_space) if needed else found()
+    if made is None:
+        raise UsageError("it returned None; it must return the policy.")
+    return made
+
+
+def _say(text: str, console: Console = _out) -> None:
+    """Print text as it is, however long."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_error(text: str) -> None:
+    """Print one line on stderr."""
+    _say(" ".join(Text.from_ansi(f"swath: {text}").plain.split()), _err)
+
+
+def _explained(error: BaseException) -> str:
+    """Return the message of an error, and the line of the user's code that it comes from."""
+    text = str(error).replace("; see the cause above", "")
+    if not isinstance(error, SwathError) or error.__cause__ is None:
+        return text
+    others = ("<", str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")))
+    frames = traceback.extract_tb(error.__cause__.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

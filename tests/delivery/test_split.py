@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swath.collectors.utils import split_trajectories
@@ -84,13 +84,10 @@ def test_padded_equals_the_naive_reading_whatever_the_ids_and_the_mask(case):
     check_padded(split_trajectories(rollout), rollout, naive_groups(ids, mask))
 
 
-def test_groups_say_order_number_position_and_length():
-    ids = torch.tensor([5, 2, 5, 2, 2, 9, 5])
-    groups = group_frames(ids)
-    assert groups.order.tolist() == [0, 2, 6, 1, 3, 4, 5]
-    assert groups.group.tolist() == [0, 1, 0, 1, 1, 2, 0]
-    assert groups.position.tolist() == [0, 0, 1, 1, 2, 0, 2]
-    assert groups.lengths.tolist() == [3, 3, 1]
+def test_groups_say_order_and_length():
+    order, lengths = group_frames(torch.tensor([5, 2, 5, 2, 2, 9, 5]))
+    assert order.tolist() == [0, 2, 6, 1, 3, 4, 5]
+    assert lengths.tolist() == [3, 3, 1]
 
 
 @pytest.mark.parametrize("shape", [(12,), (3, 4), (2, 3, 2)])
@@ -251,31 +248,25 @@ def test_gradients_reach_the_frames(as_nested):
 
 @STRIDED_WARNS
 @pytest.mark.parametrize("as_nested", [False, torch.strided, torch.jagged])
-def test_values_that_are_no_tensors_travel_along(as_nested):
+def test_a_value_that_is_no_tensor_travels_along(as_nested):
     rollout = make_rollout([[0, 1, 1], [1, 2, 2]])
     rollout["task"] = NonTensorData("walk", batch_size=(2, 3))
-    rollout["text"] = NonTensorStack.from_list([["a", "b", "c"], ["d", "e", "f"]])
     batch = split_trajectories(rollout, as_nested=as_nested)
-    padding = [None] * 2 if as_nested is False else []
-    expected = [["a", *padding], ["b", "c", "d"], ["e", "f", *padding[:1]]]
     assert batch["task"] == "walk"
-    assert batch.get("text").tolist() == expected
-    assert list(batch.unbind(0)[1]["text"]) == expected[1]
+    assert batch.get("task").batch_size == batch.batch_size
 
 
-@tensorclass
-class Pose:
-    angle: torch.Tensor
+def test_values_of_other_kinds_are_refused_by_name():
+    rollout = make_rollout([[0, 1, 1], [1, 2, 2]])
+    rollout["text"] = NonTensorStack.from_list([["a", "b", "c"], ["d", "e", "f"]])
+    with pytest.raises(UsageError, match=r"'text' is a NonTensorStack.*encode it as a tensor"):
+        split_trajectories(rollout)
 
 
-def test_lazy_stacks_and_tensorclasses_are_split_like_the_rest():
+def test_lazy_stacks_are_split_like_the_rest():
     rows = [make_rollout([0, 0, 1]), make_rollout([1, 2, 2])]
-    for row in rows:
-        row["pose"] = Pose(angle=row["action"] * 2, batch_size=[3])
     batch = split_trajectories(lazy_stack(rows))
     assert batch["action"].tolist() == [[1, 2], [3, 1], [2, 3]]
-    assert isinstance(batch.get("pose"), Pose)
-    assert batch["pose"].angle.tolist() == [[2, 4], [6, 2], [4, 6]]
 
 
 def test_no_frames_give_no_rows():

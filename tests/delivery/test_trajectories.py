@@ -220,8 +220,7 @@ def test_a_loaded_state_continues_as_if_uninterrupted(traj_format):
     assert copy.pending() == original.pending()
     assert original.pending().trajectories
     assert original.pending().open_frames
-    for name in ("complete", "open"):  # the copy does not look at the state any more
-        state[name].apply_(lambda leaf: leaf.fill_(1))
+    state["frames"].apply_(lambda leaf: leaf.fill_(1))  # the copy does not look at it any more
     for _ in range(5):
         rollout = stream.rollout(5)
         original.push(rollout)
@@ -245,11 +244,10 @@ def test_state_is_a_copy_that_later_pushes_do_not_touch():
     assembler = TrajectoryAssembler(1, "cat")
     push_and_recycle(assembler, stream.rollout(8))
     state = assembler.state_dict()
-    before = state["open"].clone(), state["complete"].clone()
+    before = state["frames"].clone()
     pop_all(assembler)
     push_and_recycle(assembler, stream.rollout(20))
-    assert (state["open"] == before[0]).all()
-    assert (state["complete"] == before[1]).all()
+    assert (state["frames"] == before).all()
 
 
 @pytest.mark.parametrize("resets", [False, True])
@@ -348,24 +346,6 @@ def test_frames_of_any_width_and_alignment_are_kept_as_they_are(dtype, width, of
     assert batch["x"].dtype == dtype
     assert torch.equal(batch["x"], values)
     assert torch.equal(batch["strided"], values)
-
-
-@pytest.mark.parametrize(
-    ("num_trajectories", "traj_format", "message"),
-    [
-        (0, "cat", "num_trajectories must be at least 1, got 0"),
-        (1, "pad", "traj_format is 'pad'; expected 'padded' or 'cat'.*mean 'padded'"),
-    ],
-)
-def test_bad_arguments_fail_at_construction(num_trajectories, traj_format, message):
-    with pytest.raises(UsageError, match=message):
-        TrajectoryAssembler(num_trajectories, traj_format)
-
-
-@pytest.mark.parametrize("key", [IDS, ("next", "done")])
-def test_a_rollout_without_ids_or_flags_is_refused(key):
-    with pytest.raises(UsageError, match=f"no entry.*{key[-1]}"):
-        TrajectoryAssembler(1, "cat").push(Stream(0).rollout(4).exclude(key))
 
 
 def test_a_rollout_that_differs_is_refused_and_changes_nothing():

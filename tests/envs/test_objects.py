@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
 
 from swath.envs import Env, GymEnv, SerialEnv, TorchCartPole, as_group
-from swath.errors import ClosedError, EnvError, UsageError
+from swath.errors import ClosedError, EnvError, PolicyError, UsageError
 from swath.seeding import env_seed
 from swath.testing import CountingEnv, CrashingEnv, check_replay, check_transitions
 
@@ -113,7 +113,7 @@ ACTIONS = [
         r"shape \(2, 1\) .* needs \(2,\)",
     ),
     ({"action": torch.zeros(2)}, UsageError, r"dtype float32; .* needs \(2,\) and int64"),
-    ({"action": torch.tensor([0, 5])}, UsageError, r"outside the action space Discrete\(2\)"),
+    ({"action": torch.tensor([0, 5])}, PolicyError, r"outside the action space Discrete\(2\)"),
 ]
 
 

@@ -129,7 +129,7 @@ def make_atari():
         sizes = {"img_height": 12, "img_width": 12, "stack_num": 2, "noop_max": 4}
         return AtariVectorEnv(
             "pong",
-            **{"num_envs": 3, "max_num_frames_per_episode": 40, "autoreset_mode": mode},
+            **{"num_envs": 2, "max_num_frames_per_episode": 40, "autoreset_mode": mode},
             **sizes,
             **kwargs,
         )
@@ -140,10 +140,10 @@ def make_atari():
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_atari_envs_deliver_what_stepping_them_by_hand_gives(make_atari, mode):
     env = GymEnv(make_atari(mode), info_keys=["episode_frame_number"])
-    data = collect(env, seed=1, frames=75, batches=2)
-    assert data.batch_size == (3, 50)
+    data = collect(env, seed=1, frames=50, batches=2)
+    assert data.batch_size == (2, 50)
     assert ("collector", "mask") not in data.keys(True)
-    assert data["next", "truncated"].sum() >= 9
+    assert data["next", "truncated"].sum() >= 6
     assert torch.equal(data["next", "done"], data["next", "truncated"])
     # In the mode that resets at once, ale_py keeps the last infos of an episode to itself.
     number, done = data["next", "info", "episode_frame_number"], data["next", "done"][..., 0]
@@ -152,7 +152,7 @@ def test_atari_envs_deliver_what_stepping_them_by_hand_gives(make_atari, mode):
     assert torch.equal(number[:, 1:][counted], number[:, :-1][counted] + 4)
 
     by_hand = make_atari("SameStep")
-    seeds = np.array([env_seed(1, index) % 2**31 for index in range(3)])
+    seeds = np.array([env_seed(1, index) % 2**31 for index in range(2)])
     observation, _ = by_hand.reset(seed=seeds)
     for t in range(50):
         assert np.array_equal(data["observation"][:, t], observation)
@@ -165,13 +165,13 @@ def test_atari_envs_deliver_what_stepping_them_by_hand_gives(make_atari, mode):
 
 
 def test_another_seed_gives_other_atari_games(make_atari):
-    first, other = (collect(make_atari(), seed=seed, frames=75, batches=1) for seed in (1, 2))
+    first, other = (collect(make_atari(), seed=seed, frames=50, batches=1) for seed in (1, 2))
     assert not torch.equal(first["observation"], other["observation"])
 
 
 def test_atari_envs_that_step_some_at_a_time_are_refused(make_atari):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        env = make_atari(batch_size=2)
-    with pytest.raises(UsageError, match="steps 2 of its 3 envs at a time"):
+        env = make_atari(batch_size=1)
+    with pytest.raises(UsageError, match="steps 1 of its 2 envs at a time"):
         as_group(env)

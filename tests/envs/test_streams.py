@@ -14,6 +14,8 @@ from swath.envs import GymEnv, SerialEnv, TorchCartPole
 from swath.testing import CountingEnv, check_replay, check_transitions
 
 SEED = 21
+# TorchRL, once imported, makes "spawn" the default, which is right but slow for a test.
+forked = functools.partial(AsyncVectorEnv, context="fork")
 
 
 def cart_pole():
@@ -40,7 +42,7 @@ FOURS = {
     "vector, next step": lambda: vector(4),
     "vector, same step": lambda: vector(4, AutoresetMode.SAME_STEP),
     "vector, disabled": lambda: vector(4, AutoresetMode.DISABLED),
-    "async vector": lambda: vector(4, kind=AsyncVectorEnv),
+    "async vector": lambda: vector(4, kind=forked),
     "two vectors": lambda: [vector(2), vector(2, AutoresetMode.SAME_STEP)],
     "two serials": lambda: [SerialEnv(1, cart_pole), SerialEnv(3, cart_pole)],
     "serial and vector": lambda: [SerialEnv(2, cart_pole), lambda: vector(2)],
@@ -170,7 +172,7 @@ class Unpicklable(CountingEnv):
 
 UNPICKLED = {
     "AsyncVectorEnv": (
-        lambda: AsyncVectorEnv([CountingEnv] * 2),
+        lambda: forked([CountingEnv] * 2),
         "envs of AsyncVectorEnv live in other",
     ),
     "EzPickle": (lambda: [Rebuilt] * 2, "EzPickle keeps of Rebuilt only how it was made"),

@@ -209,6 +209,9 @@ SLOW: dict[str, Make] = {
     "pre-hook": lambda: changed(
         module(), lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] * 1,))
     ),
+    "hook that only looks": lambda: changed(
+        module(), lambda m: m.register_forward_hook(lambda m, args, out: None)
+    ),
     "hook on a part": lambda: Seq(changed(module(), lambda m: m.register_forward_hook(flip))),
     "overridden forward": lambda: Doubling(argmax, ["observation"], ["action"]),
     "forward of the object": lambda: changed(

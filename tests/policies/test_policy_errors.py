@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,15 @@ def valued(x: torch.Tensor) -> Any:
     return {"action": discrete(x), "value": x[..., 0]}
 
 
+def halved(x: torch.Tensor) -> Any:
+    return {"action": discrete(x), "value": x[..., 0].bfloat16()}
+
+
+def bytes_of(x: torch.Tensor, name: str) -> Any:
+    """Bytes fit into 16 bits, but they are no bfloat16."""
+    return halved(x) | {name: torch.ones_like(x[..., 0], dtype=torch.uint8)}
+
+
 CHANGES: dict[str, tuple[Any, Any, Any, str]] = {
     "nan": (torque, lambda x: x[..., :1] * torch.nan, TORQUE, r"is not finite: \[nan\]"),
     "inf": (torque, lambda x: x[..., :1] / 0, TORQUE, r"is not finite: \[-?inf\]"),
@@ -202,6 +212,7 @@ CHANGES: dict[str, tuple[Any, Any, Any, str]] = {
         None,
         r"'value' has dtype torch.float64; torch.float32 is needed",
     ),
+    "bfloat16": (halved, lambda x: bytes_of(x, "value"), None, r"has dtype torch.uint8; torch.bfloat16 is"),
     "missing extra": (
         valued,
         lambda x: {"action": discrete(x)},
@@ -212,8 +223,10 @@ CHANGES: dict[str, tuple[Any, Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("num_envs", [None, 2, 70])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "num_envs"),
+    [*itertools.product(CHANGES, [None, 2]), *((name, 70) for name in ("nan", "inf", "range"))],
+)
 def test_a_policy_that_goes_wrong_stops_before_its_step_and_keeps_those_before(name, num_envs):
     right, wrong, space, message = CHANGES[name]
     undisturbed = collect(right, make_envs(num_envs, space))

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import torch
-from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase
+from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from swath.errors import UsageError
@@ -184,7 +184,7 @@ class _Rows:
         for key, value in node.items():
             if isinstance(value, Tensor):
                 leaves[key] = self._tensor(value.flatten(0, batch_dims - 1))
-            elif isinstance(value, TensorDictBase):
+            elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
                 leaves[key] = self.tree(value, batch_dims)
             elif isinstance(value, NonTensorData):  # one value for all frames
                 leaves[key] = NonTensorData(value.data, batch_size=self._batch_size)

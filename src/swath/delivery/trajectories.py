@@ -92,7 +92,7 @@ class TrajectoryAssembler:
         ended = done[last].nonzero().squeeze(1)
         ended = ended[last[ended].argsort()]
         rows = self._open_rows[order[join_ranges(starts[ended], lengths[ended])]]
-        self._complete.extend(rows.split(lengths[ended].tolist()))
+        self._complete.extend(torch.split(rows, lengths[ended].tolist()))
         going_on = ~done[last]
         staying = order[join_ranges(starts[going_on], lengths[going_on])]
         self._open_rows, self._open_ids = self._open_rows[staying], self._open_ids[staying]
@@ -139,7 +139,7 @@ class TrajectoryAssembler:
         if (frames := state["frames"]) is not None:
             rows = self._pool.put(_leaves(frames), frames.device)
             complete = sum(state["lengths"])
-            self._complete.extend(rows[:complete].split(state["lengths"]))
+            self._complete.extend(torch.split(rows[:complete], state["lengths"]))
             self._open_rows, self._open_ids = rows[complete:], frames[TRAJ_IDS][complete:].clone()
 
 

@@ -108,7 +108,7 @@ class Env:
                 f"{key_name(leaf.key)} has shape {action.shape} and dtype {action.dtype}; the "
                 f"action space {leaf.space} needs {shape} and {leaf.dtype}."
             )
-        check_range(leaf, action, UsageError)
+        check_range(leaf, action)
         return action
 
     def _row(self, slab: Slab, *, root: bool) -> TensorDict:

@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from swath.envs.info import InfoKeys, InfoNames
 from swath.envs.pickling import pickled
@@ -81,9 +82,14 @@ class GymGroup:
         gone = {int(i) for i in which}
         self.live = [i for i in self.live if i not in gone]
 
-    def bind(self, slab: Slab) -> _BoundGym:
+    @property
+    def time_limits(self) -> Sequence[int | None]:
         """See `EnvGroup`."""
-        return _BoundGym(self, slab)
+        return [_bare(env)[1] for env in self.envs]
+
+    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundGym:
+        """See `EnvGroup`."""
+        return _BoundGym(self, slab, [_bare(env)[0] if bare else env for env in self.envs])
 
     def snapshot(self) -> bytes | None:
         """See `EnvGroup`."""
@@ -119,10 +125,24 @@ class GymGroup:
         return answer
 
 
+def _bare(env: gym.Env[Any, Any]) -> tuple[gym.Env[Any, Any], int | None]:
+    """Return the env without the wrappers whose work the loop does anyway, and its time limit.
+
+    `gymnasium.make` wraps every env to count its steps and to see that it is reset first: a tenth
+    of a step of CartPole (docs/decisions/002-fast-paths.md). The loop does both for all envs.
+    """
+    limit: int | None = None
+    while type(env) in (TimeLimit, OrderEnforcing, PassiveEnvChecker):
+        if isinstance(env, TimeLimit):
+            limit = min(limit or env._max_episode_steps, env._max_episode_steps)
+        env = env.env  # type: ignore[attr-defined]
+    return env, limit
+
+
 class _BoundGym:
     """A `GymGroup` that writes into one slab."""
 
-    def __init__(self, group: GymGroup, slab: Slab) -> None:
+    def __init__(self, group: GymGroup, slab: Slab, envs: Sequence[gym.Env[Any, Any]]) -> None:
         self._group = group
         self._leaves = group.observations
         self._obs = [slab.arrays[leaf.key] for leaf in self._leaves]
@@ -133,7 +153,7 @@ class _BoundGym:
         self._info = group.info.bind(slab) if group.info else None
         leaf = self._leaves[0]
         self._flat = len(self._leaves) == 1 and not leaf.path and leaf.shape != ()
-        self._steps = [env.step for env in group.envs]
+        self._steps = [env.step for env in envs]
 
     def reset(self, t: int, which: Sequence[int] | None) -> None:
         """See `BoundEnvs`."""
@@ -146,16 +166,13 @@ class _BoundGym:
 
     def step(self, t: int) -> Sequence[int]:
         """See `BoundEnvs`."""
-        live, leaf, flat = self._group.live, self._leaves[0], self._flat
+        leaf, flat = self._leaves[0], self._flat
         shape, dtype, array = leaf.shape, leaf.dtype, np.ndarray
-        row, rewards, actions = self._obs[0][t + 1], self._reward[t], self._actions(t)
-        steps, info_to = self._steps, self._info
-        if len(live) < len(steps):
-            steps, actions = [steps[i] for i in live], [actions[i] for i in live]
+        row, rewards, info_to = self._obs[0][t + 1], self._reward[t], self._info
         ended: list[int] = []
         i = 0
         try:
-            for i, step, action in zip(live, steps, actions):  # noqa: B905 - strict takes time
+            for i, step, action in self._calls(t):
                 observation, reward, terminated, truncated, info = step(action)
                 if flat:  # the same as _write, without a call for every env at every step
                     if (
@@ -181,10 +198,17 @@ class _BoundGym:
             raised = CallFailed(i, "step()", _own_error(error))
             raised.completed = [j for j in self._group.live if j < i]
             raise raised from error
-        if info_to is not None and len(live) < self._group.num_envs:
-            for i in set(range(self._group.num_envs)).difference(live):
-                info_to({}, t, i)
         return ended
+
+    def _calls(self, t: int) -> Iterable[tuple[int, Callable[..., Any], Any]]:
+        """Return number, `step` and action of each env that is not frozen."""
+        live, actions = self._group.live, self._actions(t)
+        if len(live) == len(self._steps):
+            return zip(live, self._steps, actions)  # noqa: B905 - strict takes time
+        if self._info is not None:
+            for i in set(range(len(self._steps))).difference(live):
+                self._info({}, t, i)
+        return [(i, self._steps[i], actions[i]) for i in live]
 
     def _write(self, observation: Any, t: int, i: int) -> None:
         for leaf, array in zip(self._leaves, self._obs, strict=True):

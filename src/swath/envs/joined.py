@@ -69,6 +69,7 @@ class JoinedGroup:
     """Groups side by side, each writing its own part of the slab; see `EnvGroup`."""
 
     batched = True
+    time_limits = None
 
     def __init__(self, groups: Sequence[EnvGroup]) -> None:
         self.groups = list(groups)
@@ -96,7 +97,7 @@ class JoinedGroup:
         """Return the envs of each group among these, by their number there."""
         return [[int(i) - start for i in which if start <= i < end] for start, end in self.spans]
 
-    def bind(self, slab: Slab) -> _BoundJoined:
+    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundJoined:
         """See `EnvGroup`."""
         parts = [slab.part(start, end) for start, end in self.spans]
         return _BoundJoined(self, [g.bind(p) for g, p in zip(self.groups, parts, strict=True)])

@@ -25,6 +25,7 @@ class TensorGroup:
     skips_rows = False
     resets_singly = True
     freezes = True
+    time_limits = None
     batched: bool
     num_envs: int
 
@@ -135,7 +136,7 @@ class NativeGroup(TensorGroup):
         """See `EnvGroup`."""
         self.env.seed(torch.tensor(list(seeds), dtype=torch.int64))
 
-    def bind(self, slab: Slab) -> _BoundNative:
+    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundNative:
         """See `EnvGroup`."""
         return _BoundNative(self, slab)
 

@@ -146,7 +146,7 @@ class TorchRLGroup(TensorGroup):
         with torch.random.fork_rng(devices=[]):  # some TorchRL envs seed torch itself
             self.env.set_seed(int(seeds[0]) % 2**31)
 
-    def bind(self, slab: Slab) -> _BoundTorchRL:
+    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundTorchRL:
         """See `EnvGroup`."""
         return _BoundTorchRL(self, slab)
 

@@ -41,6 +41,7 @@ class VectorGroup:
 
     batched = True
     freezes = False
+    time_limits = None
 
     def __init__(self, env: Any, info_keys: InfoNames = ()) -> None:
         self.env = env
@@ -83,7 +84,7 @@ class VectorGroup:
         """See `EnvGroup`; collectors refuse what would need it, as a vector env steps all."""
         raise NotImplementedError
 
-    def bind(self, slab: Slab) -> _BoundVector:
+    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundVector:
         """See `EnvGroup`."""
         return _BoundVector(self, slab)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from swath.errors import PolicyError, SwathError, UsageError
+from swath.errors import PolicyError, UsageError
 from swath.memory import Field, numpy_dtype, torch_dtype
 from swath.tree import Key, Leaf, key_name
 
@@ -140,7 +140,7 @@ class Form:
             return None
         small, check = math.prod(self.shape) <= _SMALL, self.check
         if self.dtype.is_floating_point and small:
-            # A sum of numbers is finite if each is; the rare other cases are told apart by `check`.
+            # What has a finite sum is finite; `check` knows whether another sum just overflowed.
             return lambda row: math.isfinite(sum(row.ravel().tolist())) or check(row)
         space = self.leaf.space
         if isinstance(space, spaces.Discrete) and small and space.n <= 4096:
@@ -205,7 +205,7 @@ def check_free(key: Key, taken: Iterable[Key]) -> None:
             )
 
 
-def check_range(leaf: Leaf, array: np.ndarray, error: type[SwathError] = PolicyError) -> None:
+def check_range(leaf: Leaf, array: np.ndarray) -> None:
     """Refuse numbers that a discrete action space does not have, and non-finite ones."""
     if array.dtype.kind == "f":
         bad, wrong = ~np.isfinite(array), "is not finite"
@@ -217,7 +217,7 @@ def check_range(leaf: Leaf, array: np.ndarray, error: type[SwathError] = PolicyE
     if bad.any():
         rows = array.reshape(-1, *leaf.shape)
         row = int(bad.reshape(len(rows), -1).any(1).argmax())
-        raise error(
+        raise PolicyError(
             f"the policy's action {key_name(leaf.key)} {wrong}: {rows[row].tolist()} in row {row} "
             f"of {len(rows)}. Look for what the policy computes there."
         )

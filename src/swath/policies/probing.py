@@ -8,6 +8,7 @@ again later, and gets copies instead.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import pickle
@@ -107,11 +108,14 @@ def _modules(policy: Any) -> list[torch.nn.Module]:
     """Return a policy that is a module, or the modules that a function or object refers to."""
     if isinstance(policy, torch.nn.Module):
         return [policy]
-    parts = [getattr(policy, name, None) for name in ("__self__", "func")]
-    parts += [*getattr(policy, "args", ()), *getattr(policy, "__dict__", {}).values()]
-    function = getattr(policy, "__func__", policy)
-    if inspect.isfunction(function):
+    if inspect.ismethod(policy):
+        return [*_modules(policy.__self__), *_modules(policy.__func__)]
+    if isinstance(policy, functools.partial):
+        parts = [policy.func, *policy.args, *policy.keywords.values()]
+        return [module for part in parts for module in _modules(part)]
+    parts = list(getattr(policy, "__dict__", {}).values())
+    if inspect.isfunction(policy):
         with contextlib.suppress(ValueError):  # a name that is not bound yet
-            names = inspect.getclosurevars(function)
+            names = inspect.getclosurevars(policy)
             parts += [*names.nonlocals.values(), *names.globals.values()]
     return [part for part in parts if isinstance(part, torch.nn.Module)]

@@ -163,6 +163,7 @@ def log_density(leaf: Leaf, actions: np.ndarray) -> np.ndarray:
     below, above = space.bounded_below | whole, space.bounded_above | whole
     half = high / 2 - low / 2 + whole / 2  # of the width, which itself may overflow
     flat = -np.log(np.where(half > 0, half, 0.5)) - math.log(2)  # a single point is certain
-    normal = -0.5 * actions.astype(np.float64) ** 2 - 0.5 * math.log(2 * math.pi)
-    choices = [flat, low - actions, actions - high]
+    with np.errstate(over="ignore"):  # in choices that are not taken
+        normal = -0.5 * actions.astype(np.float64) ** 2 - 0.5 * math.log(2 * math.pi)
+        choices = [flat, low - actions, actions - high]
     return np.select([below & above, below, above], choices, normal)

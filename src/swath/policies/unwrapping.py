@@ -192,7 +192,6 @@ def _unwrap_sequence(module: Any) -> list[Step] | None:
     if (
         type(module)._run_module is not TensorDictSequential._run_module
         or module._select_before_return
-        or module.partial_tolerant
         or module.inplace not in (None, True)
     ):
         return None

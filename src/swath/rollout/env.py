@@ -63,8 +63,18 @@ class EnvGroup(Protocol):
         """Step these envs no more until they are reset."""
         ...
 
-    def bind(self, slab: Slab) -> BoundEnvs:
-        """Return the group ready to write into this slab."""
+    @property
+    def time_limits(self) -> Sequence[int | None] | None:
+        """The longest episode of each env, where the caller can see to it; see `bind`."""
+        ...
+
+    def bind(self, slab: Slab, *, bare: bool = False) -> BoundEnvs:
+        """Return the group ready to write into this slab.
+
+        Args:
+            slab: Where to write.
+            bare: Leave the `time_limits` to the caller, who counts steps anyway.
+        """
         ...
 
     def snapshot(self) -> Any:

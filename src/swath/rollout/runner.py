@@ -24,7 +24,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from swath.errors import EnvError, PolicyError, SwathError, UsageError
 from swath.memory import Field, HeapMemory, Layout, MemoryOrder, Slab, SlabPool
 from swath.observe import Episodes, Shares
-from swath.policies import ActionSampler, Interface, Policy, as_policy, check_range, probe
+from swath.policies import ActionSampler, Interface, Policy, as_policy, probe
 from swath.rollout import columns, keys, loop
 from swath.rollout.env import CallFailed, EnvGroup
 from swath.rollout.warmup import RandomFrames
@@ -106,6 +106,7 @@ class Runner:
                 "its state would move on in rows that are no transitions. Make the vector env with "
                 "autoreset_mode=AutoresetMode.SAME_STEP."
             )
+        self._limits = _limits(group, plan.max_frames_per_traj)
         self._carry: dict[Any, np.ndarray] = {}
         self._needs_reset = True
         self._first_reset()
@@ -159,7 +160,7 @@ class Runner:
     def _reset_all(self, slab: Slab) -> None:
         n = self.group.num_envs
         try:
-            self.group.bind(slab).reset(0, None)
+            self.group.bind(slab, bare=True).reset(0, None)
         except CallFailed as failure:
             raise self._located(failure) from failure.__cause__
         for key in columns.ROOT_FLAGS:
@@ -191,7 +192,7 @@ class Runner:
             with self._surroundings():
                 self._begin(slab)
                 act = self.random_frames.wrap(self.policy.bind(slab, steps), self, slab, steps)
-                self._envs = self.group.bind(slab)
+                self._envs = self.group.bind(slab, bare=True)
                 settle = self._settler(slab)
                 loop.run(steps, act, self._envs.step, settle, self.shares)
         except CallFailed as failure:
@@ -240,9 +241,11 @@ class Runner:
             slab.arrays[key][0] = row
         if self._needs_reset:
             self._reset_all(slab)
-        limit = self.plan.max_frames_per_traj
-        self._limits = (limit - 1 - self.episodes.lengths) if limit else None
-        self._next_limit = int(self._limits.min()) if self._limits is not None else _NEVER
+        self._next_limit = _NEVER
+        if self._limits is not None:
+            left = zip(self._limits, self.episodes.lengths.tolist(), strict=True)
+            self._last_steps = [limit - 1 - length for limit, length in left]
+            self._next_limit = min(self._last_steps)
         if self.frozen.any():
             columns.hold(slab, np.flatnonzero(self.frozen), 0)
 
@@ -277,9 +280,8 @@ class Runner:
         elif not self.plan.stop_at_first_end:
             self._reset_some(slab, t + 1, ended)
         if self._limits is not None:
-            limit = self.plan.max_frames_per_traj if self.plan.reset_when_done else None
-            self._limits[ended] = _NEVER if limit is None else t + limit
-            self._next_limit = int(self._limits.min())
+            for i in ended:  # _next_limit may now be too early, never too late
+                self._last_steps[i] = t + self._limits[i]
         return self.plan.stop_at_first_end or (not self.plan.reset_when_done and self.all_frozen)
 
     def _freeze(self, slab: Slab, t: int, which: Sequence[int]) -> None:
@@ -304,10 +306,13 @@ class Runner:
     def _truncate(self, slab: Slab, t: int, ended: Sequence[int]) -> Sequence[int]:
         """Add the envs whose trajectory has reached its longest allowed length."""
         assert self._limits is not None
-        over = np.flatnonzero(self._limits <= t)
-        by_limit = over[~np.isin(over, np.asarray(ended, np.int64))]
-        slab.arrays[keys.NEXT_TRUNCATED][t, by_limit] = True
-        return np.union1d(np.asarray(ended, np.int64), by_limit).tolist()
+        live = np.flatnonzero(~self.frozen).tolist()
+        over = [i for i in live if self._last_steps[i] <= t]
+        for i in over:
+            slab.arrays[keys.NEXT_TRUNCATED][t, i] = True
+            self._last_steps[i] = t + self._limits[i]
+        self._next_limit = min(self._last_steps[i] for i in live)
+        return sorted({*ended, *over})
 
     def _finish(self, slab: Slab, steps: int, mask: np.ndarray | None = None) -> Filled:
         """Fill the columns that are known only now, and take over what the next rollout needs."""
@@ -331,8 +336,6 @@ class Runner:
                 self._ends.extend((steps - 1, int(i)) for i in cut)
                 self._needs_reset = True
         self.episodes.add(slab.arrays[keys.REWARD][:steps, :, 0], self._ends, mask)
-        for leaf in self.interface.actions:
-            check_range(leaf, slab.arrays[leaf.key][:steps])
         for key, row in self._carry.items():
             row[...] = slab.arrays[key][steps]
         self.steps_made += steps
@@ -419,3 +422,10 @@ class Runner:
             self._needs_reset = True
         else:
             self.group.restore(state["envs"])
+
+
+def _limits(group: EnvGroup, longest: int | None) -> list[int] | None:
+    """Return the longest allowed trajectory of each env, by the option or by its own limit."""
+    own = group.time_limits or [None] * group.num_envs
+    limits = [min(limit or _NEVER, longest or _NEVER) for limit in own]
+    return limits if min(limits) < _NEVER else None

@@ -100,9 +100,9 @@ def _ending(frame: _Frame, rules: _Rules) -> tuple[tuple[bool, bool, bool], bool
     length, terminated, truncated = episode_plan(stamp, episode, rules.longest)
     ends = step + 1 == length
     over = step + 1 == rules.max_frames_per_traj
-    renewed = ends or over or (frame.last and rules.reset_at_each_iter)
-    done = renewed or (frame.last and rules.set_truncated)
-    return (ends and terminated, truncated if ends else done, done), renewed
+    cut = frame.last and not ends and (rules.reset_at_each_iter or rules.set_truncated)
+    flags = (ends and terminated, (ends and truncated) or over or cut, ends or over or cut)
+    return flags, ends or over or (frame.last and rules.reset_at_each_iter)
 
 
 def _check_frame(frame: _Frame, rules: _Rules, where: str) -> None:
@@ -119,8 +119,8 @@ def _check_order(before: _Frame, frame: _Frame, rules: _Rules, where: str) -> No
     stamp, episode, _ = before.here
     _, renewed = _ending(before, rules)
     start = (stamp, episode + 1, 0) if renewed else before.there
-    if before.last and rules.reset_at_each_iter:
-        # An env that ended there may have started an episode that was cut before its first frame.
+    if renewed and rules.reset_at_each_iter:
+        # The episode in between may have been cut before its first frame.
         start = (stamp, max(frame.here[1], episode + 1), 0)
     _equal(frame.here, start, f"{where}: observation after {before.there}")
     _equal(frame.traj_id == before.traj_id, not renewed, f"{where}: same id as the frame before")
