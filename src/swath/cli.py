@@ -74,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (SwathError, OSError) as error:
             _say_error(f"error: {_explained(error)}")
         except (KeyboardInterrupt, typer.Abort):
-            _say_error("interrupted")
             return _INTERRUPTED
         return 2
 

@@ -97,7 +97,6 @@ def test_rows_in_which_a_stubborn_env_resets_are_masked():
         assert (batch["next", "reward"][~mask] == 0).all()
 
 
-@pytest.mark.xfail(strict=False, reason="rollout/columns.py: cut() takes masked rows for frames")
 def test_an_episode_that_a_stubborn_env_began_in_a_masked_row_is_none_if_cut_there():
     options = {"frames_per_batch": 3 * 40, "reset_at_each_iter": True}
     with Collector(Stubborn(3), seed=SEED, **options) as collector:

@@ -212,7 +212,12 @@ CHANGES: dict[str, tuple[Any, Any, Any, str]] = {
         None,
         r"'value' has dtype torch.float64; torch.float32 is needed",
     ),
-    "bfloat16": (halved, lambda x: bytes_of(x, "value"), None, r"has dtype torch.uint8; torch.bfloat16 is"),
+    "bfloat16": (
+        halved,
+        lambda x: bytes_of(x, "value"),
+        None,
+        r"has dtype torch.uint8; torch.bfloat16 is",
+    ),
     "missing extra": (
         valued,
         lambda x: {"action": discrete(x)},
@@ -256,9 +261,6 @@ def test_an_exception_while_collecting_is_the_cause_and_says_when(make):
         assert collector.partial().shape == (2, 3)
 
 
-@pytest.mark.xfail(
-    reason="rollout/runner.py: adds no place to a PolicyError", raises=AssertionError
-)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_wrong_output_says_when(name):
     right, wrong, space, message = CHANGES[name]

@@ -150,10 +150,6 @@ def test_states_of_any_dtype_are_carried(dtype):
     check_state(data, "policy_state", torch.zeros((), dtype=dtype))
 
 
-@pytest.mark.xfail(
-    reason="rollout/runner.py: rows and initial states go through numpy, which has no bfloat16",
-    raises=(TypeError, PolicyError, RuntimeError),
-)
 def test_a_state_of_bfloat16_is_carried():
     start = torch.zeros(2, dtype=torch.bfloat16)
     policy = RecurrentPolicy(lambda x, state: (discrete(x), state + 1), start)

@@ -121,7 +121,10 @@ def hold(slab: Slab, which: np.ndarray, t: int) -> None:
 
 def cut(slab: Slab, t: int, frozen: np.ndarray) -> np.ndarray:
     """Mark the trajectories that are open at the last step t as truncated; return their envs."""
-    open_envs = np.flatnonzero(~slab.arrays[keys.NEXT_DONE][t, :, 0] & ~frozen)
+    is_open = ~slab.arrays[keys.NEXT_DONE][t, :, 0] & ~frozen
+    if keys.MASK in slab.arrays:
+        is_open &= slab.arrays[keys.MASK][t]
+    open_envs = np.flatnonzero(is_open)
     slab.arrays[keys.NEXT_TRUNCATED][t, open_envs] = True
     slab.arrays[keys.NEXT_DONE][t, open_envs] = True
     return open_envs

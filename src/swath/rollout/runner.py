@@ -11,6 +11,7 @@ ids, versions, returns and lengths are worked out once per rollout, over whole c
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -124,9 +125,8 @@ class Runner:
         with self._surroundings():
             self._reset_all(slab)
             self._carry = {key: slab.arrays[key][0].copy() for key in carried}
-            batched = self.interface.batched
-            rows = {key: torch.from_numpy(a.copy()) for key, a in self._carry.items()}
-            rows = {key: row if batched else row[0] for key, row in rows.items()}
+            index = 0 if self.interface.batched else (0, 0)
+            rows = {key: slab.tensors[key][index].clone() for key in carried}
             probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
 
     def _env_fields(self) -> list[Field]:
@@ -166,7 +166,7 @@ class Runner:
         for key in columns.ROOT_FLAGS:
             slab.arrays[key][0] = False
         for state in self.policy.states:
-            slab.arrays[state.key][0] = state.initial.numpy()
+            slab.tensors[state.key][0] = state.initial
         if self.policy.needs_is_init:
             slab.arrays[keys.IS_INIT][0] = True
         self.traj_ids = np.arange(self.next_traj_id, self.next_traj_id + n)
@@ -202,13 +202,14 @@ class Runner:
         except BaseException as error:
             step = self.steps_made + self._filled
             self._keep_partial(slab)
-            if isinstance(error, Exception) and not isinstance(error, SwathError):
-                raise PolicyError(
-                    f"the policy raised {type(error).__name__}: {error}; see the cause above",
-                    step=step,
-                    seed=self._seed,
-                ) from error
-            raise
+            called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            if not isinstance(error, Exception) or "settle" in called:  # not the policy's doing
+                raise
+            text, cause = str(error), error.__cause__
+            if not isinstance(error, SwathError):
+                text = f"the policy raised {type(error).__name__}: {error}; see the cause above"
+                cause = error
+            raise PolicyError(text, step=step, seed=self._seed) from cause
         finally:
             self.shares.wall += perf_counter() - started
         return self._finish(slab, self._filled)
@@ -267,6 +268,9 @@ class Runner:
         """Close the episodes that ended at step t and start the next ones; True stops."""
         if t >= self._next_limit:
             ended = self._truncate(slab, t, ended)
+        if not len(ended):  # the limit was one of an episode that has ended before
+            self._filled = t + 1
+            return False
         # Plain loops: mostly one env ends at a time, and a numpy index costs more than all of this.
         done = slab.arrays[keys.NEXT_DONE]
         for i in ended:
@@ -299,7 +303,7 @@ class Runner:
             raise
         self.shares.resets += perf_counter() - started
         for state in self.policy.states:
-            slab.arrays[state.key][t, which] = state.initial.numpy()
+            slab.tensors[state.key][t, which] = state.initial
         if self.policy.needs_is_init:
             slab.arrays[keys.IS_INIT][t, which] = True
 
