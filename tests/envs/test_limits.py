@@ -48,7 +48,7 @@ def limited(end, *limits):
 def test_a_time_limit_gives_what_the_wrapped_env_gives(end, limits, own):
     batches = []
     for hide in (lambda env: env, Through):
-        env = SerialEnv(2, lambda: hide(limited(end, *limits)))
+        env = SerialEnv(2, lambda hide=hide: hide(limited(end, *limits)))
         with Collector(env, frames_per_batch=22, max_frames_per_traj=own, seed=0) as collector:
             batches.append(torch.cat([collector.next() for _ in range(5)], 1))
     seen, expected = batches

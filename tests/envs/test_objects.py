@@ -90,6 +90,7 @@ def test_a_vector_env_by_itself_resets_only_when_asked(opened, mode):
         rows.append(env.rand_step(td).clone())
         td = env.reset(mask=rows[-1]["next", "done"])
     check_replay(torch.stack(rows, 1), CountingEnv, SEED)
+    assert (env.reset(mask=torch.zeros(3, dtype=torch.bool)) == td).all()
 
 
 def test_what_step_returns_never_changes_and_its_input_gains_next_alone(opened):
@@ -233,7 +234,7 @@ INFOS = {"step": spaces.Box(0, 99, (), np.int32), "none": spaces.Discrete(5)}
 def test_infos_are_stored_below_next(opened, make, keys):
     env = opened(make(keys))
     batch = env.rollout(30, break_when_any_done=False, seed=SEED)
-    check_replay(batch, CountingEnv, SEED)  # asking for infos costs no episode
+    check_replay(batch, CountingEnv, SEED)
     info = batch["next", "info"]
     step = batch["next", "observation"][..., 2]
     if keys is INFOS:
@@ -244,6 +245,12 @@ def test_infos_are_stored_below_next(opened, make, keys):
         assert info["none"].isnan().all()
     td = env.rand_step(env.reset())
     assert td["next", "info", "step"].shape == env.batch_size
+
+
+def test_asking_for_infos_costs_no_episode(opened):
+    env = opened(SerialEnv(2, CountingEnv, info_keys=["step"]))
+    assert env.reset()["observation"][:, 1].tolist() == [0, 0]
+    assert env.reset()["observation"][:, 1].tolist() == [1, 1]
 
 
 def test_infos_are_for_gymnasium_envs():

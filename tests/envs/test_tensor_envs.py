@@ -11,6 +11,7 @@ from swath.envs import BatchedTorchEnv, TorchCartPole, TorchPendulum, as_group
 from swath.envs.torchrl import OneHot
 from swath.errors import EnvError, UsageError
 from swath.seeding import env_seed
+from swath.testing import CountingEnv, check_transitions
 
 SEED = 6
 
@@ -41,17 +42,26 @@ def test_a_torch_env_delivers_what_stepping_it_by_hand_gives(make):
     assert data["next", "done"].sum() >= 15
 
 
-def test_a_torch_env_that_ended_stays_ended_on_demand():
-    with Collector(
-        TorchCartPole(4), zeros, frames_per_batch=80, seed=SEED, reset_when_done=False
-    ) as collector:
-        batches = list(collector)
-    data = torch.cat(batches, 1)
+def check_one_episode_each(collector, n):
+    """Check what is collected until all envs have ended and stay so."""
+    before = collector.stats()["episodes"]
+    data = torch.cat(list(collector), 1)
     mask = data["collector", "mask"]
-    assert (data["next", "terminated"][..., 0] & mask).sum(1).tolist() == [1, 1, 1, 1]
-    assert (data["next", "reward"][..., 0] == mask.float()).all()
-    ends = (data["next", "terminated"][..., 0] & mask).int().argmax(1)
-    assert torch.equal(mask.sum(1), ends + 1)
+    ended = data["next", "done"][..., 0] & mask
+    assert ended.sum(1).tolist() == [1] * n
+    assert torch.equal(mask.sum(1), ended.int().argmax(1) + 1)
+    assert (data["next", "reward"][~mask] == 0).all()
+    assert collector.stats()["episodes"] - before == n
+    return data[mask]
+
+
+def test_torch_envs_that_ended_stay_ended_until_all_are_reset():
+    options = {"frames_per_batch": 80, "seed": SEED, "reset_when_done": False}
+    with Collector(TorchCartPole(4), zeros, **options) as collector:
+        for _ in range(2):
+            check_one_episode_each(collector, 4)
+            assert collector.next() is None
+            collector.reset()
 
 
 class Drifting(BatchedTorchEnv):
@@ -184,14 +194,15 @@ def test_limits_and_truncation_of_torchrl_envs_stay_apart():
     assert (starts == 0).all()
 
 
-def test_torchrl_envs_that_ended_stay_ended_on_demand():
-    with Collector(
-        serial(), zeros, frames_per_batch=60, seed=SEED, reset_when_done=False
-    ) as collector:
-        data = torch.cat(list(collector), 1)
-    mask = data["collector", "mask"]
-    assert (data["next", "terminated"][..., 0] & mask).sum(1).tolist() == [1, 1, 1]
-    assert (data["next", "reward"][..., 0] == mask.float()).all()
+def test_torchrl_envs_that_ended_are_stepped_no_more_on_demand():
+    # A counting env refuses to be stepped after the end of its episode.
+    inner = torchrl_envs.GymWrapper
+    env = torchrl_envs.SerialEnv(3, lambda: inner(CountingEnv(), categorical_action_encoding=True))
+    options = {"frames_per_batch": 60, "seed": SEED, "reset_when_done": False}
+    with Collector(env, zeros, **options) as collector:
+        for _ in range(2):
+            check_transitions(check_one_episode_each(collector, 3))
+            collector.reset()
 
 
 @pytest.mark.parametrize("encoding", [True, False])

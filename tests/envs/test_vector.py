@@ -108,6 +108,15 @@ def test_an_episode_that_a_stubborn_env_began_in_a_masked_row_is_none_if_cut_the
     assert stats["length"]["min"] >= 1
 
 
+def test_a_reset_of_all_makes_up_for_the_row_of_a_reset():
+    env = Stubborn(2, make=lambda: CountingEnv(longest=1))
+    with Collector(env, frames_per_batch=2 * 5, seed=SEED) as collector:
+        for _ in range(2):
+            mask = collector.next()["collector", "mask"]
+            assert mask.tolist() == [[True, False, True, False, True]] * 2
+            collector.reset()
+
+
 def test_the_random_frames_and_the_total_of_a_stubborn_env_are_frames():
     with Collector(
         Stubborn(2), lambda o: o[..., 2] % 2, frames_per_batch=60, total_frames=150, seed=SEED

@@ -179,8 +179,11 @@ class Called(Mod):
 
 
 class Wide(nn.Module):
-    def choose(self, observation: torch.Tensor, *, flip: bool = False) -> torch.Tensor:
+    def forward(self, observation: torch.Tensor, *, flip: bool = False) -> torch.Tensor:
         return argmax(-observation if flip else observation)
+
+    def choose(self, observation: torch.Tensor) -> torch.Tensor:
+        return argmax(observation)
 
 
 class Custom(TensorDictModuleBase):
@@ -191,6 +194,7 @@ class Custom(TensorDictModuleBase):
         return tensordict.set("action", argmax(tensordict["observation"]))
 
 
+# Most of these answer as if they were taken apart: values alone would not tell them.
 def module(**kwargs: Any) -> Mod:
     return Mod(argmax, ["observation"], ["action"], **kwargs)
 
@@ -216,7 +220,7 @@ SLOW: dict[str, Make] = {
     "overridden forward": lambda: Doubling(argmax, ["observation"], ["action"]),
     "forward of the object": lambda: changed(
         module(),
-        lambda m: setattr(m, "forward", lambda td: td.set("action", td["observation"].argmin(-1))),
+        lambda m: setattr(m, "forward", lambda td: td.set("action", argmax(td["observation"]))),
     ),
     "overridden call": lambda: Called(argmax, ["observation"], ["action"]),
     "custom module": Custom,
@@ -226,9 +230,9 @@ SLOW: dict[str, Make] = {
     "sequence not in place": lambda: Seq(module(), inplace=False),
     "method": lambda: Mod(Wide(), ["observation"], ["action"], method="choose"),
     "method kwargs": lambda: Mod(
-        Wide(), ["observation"], ["action"], method="choose", method_kwargs={"flip": True}
+        Wide(), ["observation"], ["action"], method_kwargs={"flip": False}
     ),
-    "named arguments": lambda: Mod(lambda *, x: argmax(x), {"x": "observation"}, ["action"]),
+    "named arguments": lambda: Mod(lambda x: argmax(x), {"x": "observation"}, ["action"]),
     "selected keys": lambda: Mod(
         lambda x: (argmax(x), x), ["observation"], ["action", "x"]
     ).select_out_keys("action"),
@@ -245,6 +249,7 @@ SLOW: dict[str, Make] = {
     ),
     "arguments for reading": lambda: module(get_kwargs={"as_list": False}),
     "generator": lambda: ProbSeq(*actor3(generator=1)),
+    "number of samples": lambda: ProbSeq(*actor3(num_samples=torch.Size([]))),
     "sample made before": lambda: ProbSeq(
         Mod(lambda x: (x, argmax(x)), ["observation"], ["logits", "action"]),
         Prob(["logits"], ["action"], distribution_class=dist.Categorical, return_log_prob=True),

@@ -210,7 +210,6 @@ class _BoundVector:
         if group.skips_rows:
             assert self._mask is not None
             self._mask[t] = ~group.resetting
-            done &= ~group.resetting
             group.resetting[...] = done
         ended = np.flatnonzero(done) if done.any() else _NONE
         same_step = len(ended) and group.mode is AutoresetMode.SAME_STEP
