@@ -93,6 +93,17 @@ def test_a_vector_env_by_itself_resets_only_when_asked(opened, mode):
     assert (env.reset(mask=torch.zeros(3, dtype=torch.bool)) == td).all()
 
 
+def test_a_vector_env_that_was_reset_forgets_what_it_had_begun_by_itself(opened):
+    vector = SyncVectorEnv(
+        [lambda: CountingEnv(longest=1)] * 2, autoreset_mode=AutoresetMode.SAME_STEP
+    )
+    env = opened(GymEnv(vector))
+    env.rand_step(env.reset(seed=SEED))
+    everywhere = env.reset()["observation"][:, 1]
+    first = env.reset(mask=torch.tensor([True, False]))["observation"][:, 1]
+    assert (first - everywhere).tolist() == [1, 0]
+
+
 def test_what_step_returns_never_changes_and_its_input_gains_next_alone(opened):
     env = opened(SerialEnv(2, CountingEnv))
     td = env.reset(seed=SEED)

@@ -91,7 +91,11 @@ def test_an_env_that_ended_stays_ended_on_demand(make, n, steps, limit):
     ) as collector:
         batches = list(collector)
         frames = collector.stats()["frames"]
+        assert collector.next() is None
+        collector.reset()
+        again = list(collector)
     assert check_transitions(batches, max_frames_per_traj=limit) == frames
+    assert check_transitions([*batches, *again], max_frames_per_traj=limit) > frames
     data = torch.cat(batches, -1).reshape(n, -1)
     mask = data["collector", "mask"]
     lengths = mask.sum(1)

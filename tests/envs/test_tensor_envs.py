@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 
 from swath.collectors import Collector
-from swath.envs import BatchedTorchEnv, TorchCartPole, TorchPendulum, as_group
+from swath.envs import BatchedTorchEnv, Env, TorchCartPole, TorchPendulum, as_group
 from swath.envs.torchrl import OneHot
 from swath.errors import EnvError, UsageError
 from swath.seeding import env_seed
@@ -179,6 +179,21 @@ def test_torchrl_envs_give_what_torchrl_rolls_out(make, shape):
         assert torch.equal(ours[key], expected[key]), key
     beside = {("collector", "traj_ids"), ("collector", "policy_version")}
     assert set(ours.keys(True, True)) - set(expected.keys(True, True)) == beside
+
+
+@pytest.mark.parametrize("make", [rl_gym, serial])
+def test_a_torchrl_env_by_itself_resets_what_it_is_asked_to(make):
+    env = Env(as_group(make()))
+    td = env.rand_step(env.reset(seed=SEED))["next"]
+    mask = torch.zeros(env.num_envs, dtype=torch.bool)
+    assert torch.equal(env.reset(mask=mask)["observation"], td["observation"])
+    moved = td["observation"][..., 0] + 0.02 * td["observation"][..., 1]
+    td = env.rand_step()["next"]
+    torch.testing.assert_close(td["observation"][..., 0], moved)  # the episode went on
+    mask[-1] = True
+    changed = env.reset(mask=mask)["observation"] != td["observation"]
+    assert torch.equal(changed.reshape(env.num_envs, 4).any(1), mask)
+    env.close()
 
 
 def test_limits_and_truncation_of_torchrl_envs_stay_apart():

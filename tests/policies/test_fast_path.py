@@ -20,6 +20,8 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as dist
 from torch import nn
 
+from swath.policies.unwrapping import Call
+
 Make = Callable[[], Any]
 
 NESTED = spaces.Dict(
@@ -244,6 +246,10 @@ SLOW: dict[str, Make] = {
         lambda x: {"action": argmax(x)}, ["observation"], ["action"]
     ),
     "answers with numpy": lambda: Mod(lambda x: x.numpy().argmax(-1), ["observation"], ["action"]),
+    "numpy in between": lambda: Seq(
+        Mod(lambda x: x.numpy(), ["observation"], ["_between"]),
+        Mod(lambda x: torch.as_tensor(x).argmax(-1), ["_between"], ["action"]),
+    ),
     "nested answer": lambda: Mod(
         lambda x: (argmax(x), {"a": x, "b": {"c": x}}), ["observation"], ["action", "info"]
     ),
@@ -297,6 +303,12 @@ def test_a_module_that_does_more_is_called_as_it_is(name):
     assert torch.equal(by_hand(SLOW[name](), data), data["action"])
 
 
+def test_a_nested_observation_may_be_read_as_a_whole():
+    policy = Mod(lambda camera: argmax(camera["eye"]), ["camera"], ["action"])
+    data = collect(policy, make_envs(3, spaces.Discrete(3), NESTED))
+    assert torch.equal(data["action"], argmax(data["camera", "eye"]))
+
+
 def test_what_is_changed_between_batches_counts():
     policy = Seq(Mod(net(3, 3), ["observation"], ["h"]), Mod(argmax, ["h"], ["action"]))
     with make_collector(policy, make_envs(None, spaces.Discrete(3))) as collector:
@@ -341,3 +353,22 @@ def test_a_global_hook_is_called():
     finally:
         hook.remove()
     assert sum(module is policy for module in seen) == 7
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: 2 - argmax(x),
+        lambda x: argmax(x).int(),
+        lambda x: (torch.rand(()), argmax(x))[1],
+        lambda x: argmax(x)[None],
+        lambda x: 1 / 0,
+    ],
+)
+def test_taking_apart_is_given_up_if_a_call_shows_a_difference(wrong, monkeypatch):
+    steps = [Call(wrong, (("observation",),), (("action",),))]
+    monkeypatch.setattr("swath.policies.tensordicts.unwrap", lambda module: steps)
+    with make_collector(module(), make_envs(None, spaces.Discrete(3))) as collector:
+        assert not collector._runner.policy.unwrapped
+        data = collector.next()
+    assert torch.equal(data["action"], argmax(data["observation"]))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from gymnasium import spaces
 from policy_kit import (
-    TORQUE,
     Argmax,
     assert_equal,
     bits,
@@ -171,10 +170,6 @@ def test_a_lazy_module_is_made_by_the_probe(name, num_envs):
     torch.testing.assert_close(data["action"], inner(data["observation"]).detach())
 
 
-def skewed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x[..., :1], x[..., :1].exp()
-
-
 def beta() -> Any:
     """A distribution whose mean, mode and median differ."""
     return ProbSeq(
@@ -282,8 +277,3 @@ def test_compiling_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(torch, "compile", compile)
     assert_equal(collect(Argmax(), compile_policy={"mode": "fast"}), collect(Argmax()))
     assert seen == [{"mode": "fast"}]
-
-
-def test_pendulum_torque_is_bounded_by_the_env_alone():
-    data = collect(lambda x: x[..., :1] * 2, make_envs(3, TORQUE))
-    assert torch.equal(data["action"], data["observation"][..., :1] * 2)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from policy_kit import TORQUE, assert_equal, collect, discrete, make_collector, make_envs
+from gymnasium.vector import AutoresetMode
+from policy_kit import BOX, TORQUE, assert_equal, collect, discrete, make_collector, make_envs
 from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
 from torch import distributions as dist
 
+from swath.envs import SerialEnv
+from swath.errors import EnvError
 from swath.policies import RecurrentPolicy
+from swath.testing import CountingEnv, CrashingEnv
 
 SEVEN = spaces.Discrete(7)
 
@@ -189,6 +194,43 @@ def test_frames_of_envs_that_have_ended_are_not_counted():
     assert not random[~real].any()
     assert random[real][:12].all()
     assert not random[real][12:].any()
+
+
+def test_frames_that_a_failure_cut_off_are_not_counted():
+    def make(at_step: int | None = None) -> Any:
+        return lambda: CrashingEnv(at_step=at_step, action_space=SEVEN, observation_space=BOX)
+
+    envs = SerialEnv(3, [make(), make(4), make()])
+    with make_collector(valued, envs, init_random_frames=30) as collector:
+        with pytest.raises(EnvError, match="crashed as asked"):
+            collector.next()
+        broken = in_order(collector.partial())
+        whole = in_order(torch.cat([collector.next() for _ in range(2)], 1))
+    real = broken["collector", "mask"]
+    assert real.sum() == 13
+    assert torch.equal(broken["collector", "random"], real)
+    assert whole["collector", "random"].tolist() == [True] * 17 + [False] * 25
+
+
+class Stubborn(gym.vector.VectorEnv):
+    """Resets in the next step, in a row that is no frame."""
+
+    def __init__(self) -> None:
+        mode = AutoresetMode.NEXT_STEP
+        make = [lambda: CountingEnv(SEVEN, BOX, longest=3)] * 3
+        self.inner = gym.vector.SyncVectorEnv(make, autoreset_mode=mode)
+        self.metadata, self.num_envs = {"autoreset_mode": mode}, 3
+        self.single_observation_space, self.observation_space = BOX, self.inner.observation_space
+        self.single_action_space, self.action_space = SEVEN, self.inner.action_space
+        self.reset, self.step = self.inner.reset, self.inner.step
+
+
+def test_rows_in_which_an_env_resets_are_not_counted():
+    frames = in_order(collect(valued, Stubborn(), init_random_frames=30, batches=4))
+    real, random = frames["collector", "mask"], frames["collector", "random"]
+    assert not real[:30].all()
+    assert random.sum() == 30
+    assert not random[~real].any()
 
 
 def test_all_frames_of_a_random_policy_are_random():

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from swath.envs.gymnasium import make_gym
 from swath.errors import ClosedError, EnvError, UsageError
 from swath.memory import HeapMemory, Layout, Slab
 from swath.policies import ActionSampler, Interface, as_policy, check_range, to_array
@@ -20,7 +19,7 @@ from swath.rollout import BoundEnvs, CallFailed, EnvGroup, Plan, Runner, columns
 from swath.seeding import env_seed
 from swath.tree import Leaf, key_name, nest
 
-__all__ = ["Env", "make_gym"]
+__all__ = ["Env"]
 
 _ROOT_FLAGS = (keys.DONE, keys.TERMINATED, keys.TRUNCATED)
 

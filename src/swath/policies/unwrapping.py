@@ -35,8 +35,6 @@ __all__ = ["Call", "Program", "Step", "as_key", "unwrap"]
 Values = list[Any]
 Run = Callable[[Values], None]
 
-_IGNORED: Key = ("_",)
-
 
 def as_key(key: Any) -> Key:
     """Return any spelling of a TensorDict key as a flat tuple of strings."""
@@ -50,7 +48,9 @@ class Slots:
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._numbers = {key: number for number, key in enumerate(keys)}
-        self.size = len(keys)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
     def read(self, keys: Sequence[Key]) -> list[int]:
         """Return the numbers of values that are there; KeyError if one is not."""
@@ -58,14 +58,9 @@ class Slots:
 
     def write(self, keys: Sequence[Key]) -> list[int]:
         """Return the numbers of values to be written, new ones for new keys."""
-        numbers = []
         for key in keys:
-            number = self._numbers.get(key, self.size)
-            self.size = max(self.size, number + 1)
-            if key != _IGNORED:
-                self._numbers[key] = number
-            numbers.append(number)
-        return numbers
+            self._numbers.setdefault(key, len(self._numbers))
+        return self.read(keys)
 
 
 @dataclass(frozen=True)
@@ -139,7 +134,7 @@ class Program:
     def __init__(self, steps: list[Step], inputs: Sequence[Key], outputs: Sequence[Key]) -> None:
         slots = Slots(inputs)
         self.steps, self._runs = steps, [step.linked(slots) for step in steps]
-        self._blank = [None] * (slots.size - len(inputs))
+        self._blank = [None] * (len(slots) - len(inputs))
         self._wanted = slots.read(outputs)
 
     def forward(self, *rows: torch.Tensor) -> Sequence[Any]:
