@@ -22,7 +22,7 @@ bench: $(VENV)/.bench                   ## the comparison of the README; ARGS=--
 	$(BIN)/python -m bench $(ARGS)
 
 docs: $(VENV)/.docs                     ## the site in site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 size:                                   ## lines per folder; the package stays under 8,000
 	@find src/swath -name '*.py' | xargs wc -l | awk '$$2 == "total" { print "src/swath: " $$1 " lines"; \

@@ -132,7 +132,10 @@ def _warm_up(work: Work, runner: _Runner, plan: Plan) -> None:
     runner.is_set_up = True
     end = time.perf_counter() + plan.slice_s
     batch_s = math.inf
-    while time.perf_counter() < end:
+    batches = 0
+    # The first batches touch new memory, which would make a slice far too short.
+    while time.perf_counter() < end or batches < 5:
+        batches += 1
         start = time.perf_counter()
         runner.contestant.collect(work.frames_per_batch)
         batch_s = min(batch_s, time.perf_counter() - start)

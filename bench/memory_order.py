@@ -13,7 +13,7 @@ import torch
 
 from bench.works import WORKS
 from swath.collectors import Collector
-from swath.envs import SerialEnv
+from swath.envs import SerialEnv, TorchCartPole
 
 ROUNDS = 7
 
@@ -25,7 +25,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def readers(batch) -> dict[str, Callable[[], object]]:
-    key = next(iter(batch.keys()))
+    key = "observation"
     obs, reward, done = batch[key], batch["next", "reward"], batch["next", "done"]
     index = torch.randint(batch.numel(), (256,))
     flat = batch.reshape(-1)[key]
@@ -37,7 +37,7 @@ def readers(batch) -> dict[str, Callable[[], object]]:
         return total
 
     return {
-        "reshape(-1) of the whole batch": lambda: batch.reshape(-1)[key].sum(),
+        "reshape(-1) of the whole batch": lambda: batch.reshape(-1),
         "256 random frames": lambda: flat[index],
         "mean over all": lambda: obs.float().mean(),
         "returns, backwards over time": returns,
@@ -46,17 +46,16 @@ def readers(batch) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for name in ("cartpole-8", "pixels-8"):
-        work = next(w for w in WORKS if w.name == name)
-        collectors = {
-            order: Collector(
-                SerialEnv(work.num_envs, work.make),
-                work.policy(),
-                frames_per_batch=work.frames_per_batch,
-                memory_order=order,
-            )
-            for order in ("time", "batch")
-        }
+    works = {work.name: work for work in WORKS}
+    for name in ("cartpole-8", "pixels-8", "1,024 CartPoles in torch"):
+        collectors = {}
+        for order in ("time", "batch"):
+            if name in works:
+                env = SerialEnv(works[name].num_envs, works[name].make)
+                policy, frames = works[name].policy(), works[name].frames_per_batch
+            else:
+                env, policy, frames = TorchCartPole(1024), works["cartpole-8"].policy(), 1024 * 64
+            collectors[order] = Collector(env, policy, frames_per_batch=frames, memory_order=order)
         results: dict[str, dict[str, list[float]]] = {}
         for _ in range(ROUNDS):
             for order, collector in collectors.items():

@@ -53,8 +53,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail on left-over processes, threads, shared memory and descriptors."""
     before = (_children(), set(threading.enumerate()), _shared_memory(), _descriptors())
     yield
-    if request.node.get_closest_marker("slow"):
-        return  # the compiler keeps its own workers
+    if request.node.get_closest_marker("slow") or request.node.get_closest_marker("gpu"):
+        return  # the compiler keeps its own workers, and the driver its own descriptors
     if _left(before):
         gc.collect()
         deadline = time.monotonic() + 2  # what other processes do in /dev/shm passes

@@ -24,8 +24,9 @@ _STRIDE = 0x9E3779B1  # odd, so that i * _STRIDE mod 2**32 takes 2**32 different
 def env_seed(seed: int, index: int) -> int:
     """Return the seed of the env with this global index: 32 bits, no two indices share one.
 
-    >>> len({env_seed(7, i) for i in range(1000)})
-    1000
+    Examples:
+        >>> len({env_seed(7, i) for i in range(1000)})
+        1000
     """
     base = int(np.random.SeedSequence(seed).generate_state(1)[0])
     return (base + index * _STRIDE) % 2**32
@@ -48,6 +49,7 @@ class RandomState:
         words = child.generate_state(3, np.uint64)
         self._torch = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
         self._numpy = np.random.MT19937(int(words[1]))
+        self._normal: dict[str, Any] = {"has_gauss": 0, "gauss": 0.0}  # a normal drawn ahead
         self._python = random.Random(int(words[2])).getstate()
 
     @classmethod
@@ -59,30 +61,41 @@ class RandomState:
         now: Any = np.random.get_state(legacy=False)
         if now["bit_generator"] == "MT19937":  # unless the user put another generator there
             state._numpy.state = now
+            state._normal = {name: now[name] for name in state._normal}
         return state
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Swap this state in, and the caller's back at the end, come what may."""
         outer_torch, outer_python = torch.get_rng_state(), random.getstate()
-        outer_numpy = _numpy_global.get_bit_generator()
+        outer_bits = _numpy_global.get_bit_generator()
+        outer_numpy = np.random.get_state(legacy=False)
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         _numpy_global.set_bit_generator(self._numpy)
+        np.random.set_state({**self._numpy.state, **self._normal})
         try:
             yield
         finally:
             self._torch, self._python = torch.get_rng_state(), random.getstate()
-            _numpy_global.set_bit_generator(outer_numpy)
+            now: Any = np.random.get_state(legacy=False)
+            self._normal = {name: now[name] for name in self._normal}
+            _numpy_global.set_bit_generator(outer_bits)
+            np.random.set_state(outer_numpy)
             random.setstate(outer_python)
             torch.set_rng_state(outer_torch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the three states."""
-        return {"torch": self._torch.clone(), "numpy": self._numpy.state, "python": self._python}
+        return {
+            "torch": self._torch.clone(),
+            "numpy": self._numpy.state,
+            "normal": dict(self._normal),
+            "python": self._python,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self._torch = state["torch"].clone()
-        self._numpy.state = state["numpy"]
+        self._numpy.state, self._normal = state["numpy"], dict(state["normal"])
         self._python = state["python"]

@@ -121,8 +121,9 @@ def _inner(
 def nest(flat: Mapping[Key, Any]) -> dict[str, Any]:
     """Return nested dicts from a flat mapping of keys.
 
-    >>> nest({("a",): 1, ("next", "a"): 2})
-    {'a': 1, 'next': {'a': 2}}
+    Examples:
+        >>> nest({("a",): 1, ("next", "a"): 2})
+        {'a': 1, 'next': {'a': 2}}
     """
     out: dict[str, Any] = {}
     for key, value in flat.items():

@@ -172,6 +172,27 @@ def test_a_seeded_collector_and_the_learner_do_not_disturb_each_other():
     assert all(same(a, b) for a, b in zip(data[:3], data[3:], strict=True))
 
 
+def test_a_normal_that_numpy_drew_ahead_stays_with_its_owner():
+    def policy(observation):
+        return np.random.randn(1).astype(np.float32)  # numpy draws two and keeps one
+
+    def actions(frames, between=lambda: None):
+        with Collector("Pendulum-v1", policy, frames_per_batch=frames, seed=6) as collector:
+            batches = []
+            for _ in range(15 // frames):
+                between()
+                batches.append(collector.next()["action"])
+        return torch.cat(batches)
+
+    assert torch.equal(actions(5), actions(15))
+    np.random.seed(3)
+    expected = np.random.randn(3).tolist()
+    np.random.seed(3)
+    drawn = []
+    assert torch.equal(actions(5, lambda: drawn.append(np.random.randn())), actions(15))
+    assert drawn == expected
+
+
 def test_an_unseeded_collector_draws_from_the_global_generator():
     values = []
     for _ in range(2):

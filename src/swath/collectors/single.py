@@ -28,13 +28,14 @@ class Collector(BaseCollector):
             `tensordict.nn` module.
         **options: See `swath.collectors.Options`; `frames_per_batch` is required.
 
-    >>> from swath.envs import SerialEnv
-    >>> env = SerialEnv(4, "CartPole-v1")
-    >>> with Collector(env, frames_per_batch=200, total_frames=400, seed=0) as collector:
-    ...     for data in collector:
-    ...         print(data.batch_size)
-    torch.Size([4, 50])
-    torch.Size([4, 50])
+    Examples:
+        >>> from swath.envs import SerialEnv
+        >>> env = SerialEnv(4, "CartPole-v1")
+        >>> with Collector(env, frames_per_batch=200, total_frames=400, seed=0) as collector:
+        ...     for data in collector:
+        ...         print(data.batch_size)
+        torch.Size([4, 50])
+        torch.Size([4, 50])
     """
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:

@@ -43,13 +43,14 @@ class DatasetWriter:
         directory: Where to; must not exist or be empty.
         **about: What to note in `DIR/swath.json`, such as `env_id="CartPole-v1"`.
 
-    >>> from tempfile import TemporaryDirectory
-    >>> from swath.envs import GymEnv
-    >>> with TemporaryDirectory() as directory:
-    ...     with DatasetWriter(directory) as writer:
-    ...         writer.write(GymEnv("CartPole-v1").rollout(5))
-    ...     load_dataset(directory)["observation"].shape
-    torch.Size([5, 4])
+    Examples:
+        >>> from tempfile import TemporaryDirectory
+        >>> from swath.envs import GymEnv
+        >>> with TemporaryDirectory() as directory:
+        ...     with DatasetWriter(directory) as writer:
+        ...         writer.write(GymEnv("CartPole-v1").rollout(5))
+        ...     load_dataset(directory)["observation"].shape
+        torch.Size([5, 4])
     """
 
     def __init__(self, directory: str | Path, **about: Any) -> None:

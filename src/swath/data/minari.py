@@ -95,8 +95,9 @@ class MinariWriter(DatasetWriter):
 def minari_id(env_id: str) -> str:
     """Return the id under which data of an env is stored.
 
-    >>> minari_id("CartPole-v1"), minari_id("my_envs:ALE/Pong-v5")
-    ('cartpole/swath-v0', 'ale/pong/swath-v0')
+    Examples:
+        >>> minari_id("CartPole-v1"), minari_id("my_envs:ALE/Pong-v5")
+        ('cartpole/swath-v0', 'ale/pong/swath-v0')
     """
     name = re.sub(r"-v\d+$", "", env_id.rpartition(":")[2].lower())
     parts = [re.sub(r"[^-\w]+", "-", part, flags=re.ASCII) for part in name.split("/") if part]

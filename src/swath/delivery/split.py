@@ -29,8 +29,9 @@ def group_frames(ids: Tensor) -> tuple[Tensor, Tensor]:
 
     Both the trajectories and the frames of each come in the order in which they appear.
 
-    >>> [part.tolist() for part in group_frames(torch.tensor([7, 4, 4, 7, 9]))]
-    [[0, 3, 1, 2, 4], [2, 2, 1]]
+    Examples:
+        >>> [part.tolist() for part in group_frames(torch.tensor([7, 4, 4, 7, 9]))]
+        [[0, 3, 1, 2, 4], [2, 2, 1]]
     """
     sorted_ids, by_id = torch.sort(ids, stable=True)
     lengths = torch.unique_consecutive(sorted_ids, return_counts=True)[1]
@@ -44,8 +45,9 @@ def group_frames(ids: Tensor) -> tuple[Tensor, Tensor]:
 def join_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return the numbers of several ranges, one range after the other.
 
-    >>> join_ranges(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
-    [5, 6, 0, 1, 2]
+    Examples:
+        >>> join_ranges(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
+        [5, 6, 0, 1, 2]
     """
     shift = starts - (lengths.cumsum(0) - lengths)
     numbers = shift.repeat_interleave(lengths)
@@ -82,13 +84,14 @@ def split_trajectories(
     true done flag ends one. Frames that an existing mask leaves out are dropped first.
     Trajectories come in the order of their first frames.
 
-    >>> ids = torch.tensor([3, 3, 5, 5, 5])
-    >>> rollout = TensorDict({"reward": torch.ones(5, 1), "collector": {"traj_ids": ids}}, [5])
-    >>> batch = split_trajectories(rollout)
-    >>> batch.batch_size, batch["collector", "mask"].tolist()
-    (torch.Size([2, 3]), [[True, True, False], [True, True, True]])
-    >>> split_trajectories(rollout, as_nested=torch.jagged)["reward"][0].shape
-    torch.Size([2, 1])
+    Examples:
+        >>> ids = torch.tensor([3, 3, 5, 5, 5])
+        >>> rollout = TensorDict({"reward": torch.ones(5, 1), "collector": {"traj_ids": ids}}, [5])
+        >>> batch = split_trajectories(rollout)
+        >>> batch.batch_size, batch["collector", "mask"].tolist()
+        (torch.Size([2, 3]), [[True, True, False], [True, True, True]])
+        >>> split_trajectories(rollout, as_nested=torch.jagged)["reward"][0].shape
+        torch.Size([2, 1])
 
     Args:
         rollout: Batch size `[..., T]`, time last. It is not changed.

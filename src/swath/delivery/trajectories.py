@@ -41,14 +41,15 @@ class TrajectoryAssembler:
     A trajectory may span many rollouts; it is complete when `("next", "done")` is true on its
     last frame. Trajectories leave in the order in which they ended, envs in order within a step.
 
-    >>> ids, done = torch.tensor([0, 0, 1]), torch.tensor([[False], [True], [False]])
-    >>> data = {"next": {"done": done}, "collector": {"traj_ids": ids}}
-    >>> assembler = TrajectoryAssembler(1, "cat")
-    >>> assembler.push(TensorDict(data, [3]))
-    >>> assembler.pop()["collector", "traj_ids"]
-    tensor([0, 0])
-    >>> assembler.pop() is None, assembler.pending()
-    (True, Pending(trajectories=0, frames=0, open_frames=1))
+    Examples:
+        >>> ids, done = torch.tensor([0, 0, 1]), torch.tensor([[False], [True], [False]])
+        >>> data = {"next": {"done": done}, "collector": {"traj_ids": ids}}
+        >>> assembler = TrajectoryAssembler(1, "cat")
+        >>> assembler.push(TensorDict(data, [3]))
+        >>> assembler.pop()["collector", "traj_ids"]
+        tensor([0, 0])
+        >>> assembler.pop() is None, assembler.pending()
+        (True, Pending(trajectories=0, frames=0, open_frames=1))
 
     Args:
         num_trajectories: The number of trajectories in a batch.

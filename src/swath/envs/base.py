@@ -30,11 +30,12 @@ class Env:
     Args:
         group: The envs underneath.
 
-    >>> from swath.envs import TorchCartPole, as_group
-    >>> env = Env(as_group(TorchCartPole(8)))
-    >>> env.rollout(5, break_when_any_done=False).batch_size
-    torch.Size([8, 5])
-    >>> env.close()
+    Examples:
+        >>> from swath.envs import TorchCartPole, as_group
+        >>> env = Env(as_group(TorchCartPole(8)))
+        >>> env.rollout(5, break_when_any_done=False).batch_size
+        torch.Size([8, 5])
+        >>> env.close()
     """
 
     def __init__(self, group: EnvGroup) -> None:

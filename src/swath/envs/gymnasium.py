@@ -44,6 +44,7 @@ class GymGroup:
         self, envs: Sequence[gym.Env[Any, Any]], batched: bool, info_keys: InfoNames = ()
     ) -> None:
         self.envs = list(envs)
+        self._bare = [_bare(env) for env in self.envs]
         self.num_envs, self.batched = len(self.envs), batched
         self.observation_space = self.envs[0].observation_space
         self.action_space = self.envs[0].action_space
@@ -85,11 +86,11 @@ class GymGroup:
     @property
     def time_limits(self) -> Sequence[int | None]:
         """See `EnvGroup`."""
-        return [_bare(env)[1] for env in self.envs]
+        return [limit for _, limit in self._bare]
 
     def bind(self, slab: Slab, *, bare: bool = False) -> _BoundGym:
         """See `EnvGroup`."""
-        return _BoundGym(self, slab, [_bare(env)[0] if bare else env for env in self.envs])
+        return _BoundGym(self, slab, [env for env, _ in self._bare] if bare else self.envs)
 
     def snapshot(self) -> bytes | None:
         """See `EnvGroup`."""
@@ -100,6 +101,7 @@ class GymGroup:
         state = pickle.loads(snapshot)
         self.close()
         self.envs, self._seeds, self._first, self.live = state
+        self._bare = [_bare(env) for env in self.envs]
 
     def close(self) -> None:
         """See `EnvGroup`; closes all, though closing one may fail."""
@@ -162,13 +164,14 @@ class _BoundGym:
         if len(group.live) < group.num_envs:
             group.live = sorted({*group.live, *map(int, which)})
         for i in which:
-            self._write(group.first(i), t, i)
+            self._write(group.first(i), [array[t] for array in self._obs], i)
 
     def step(self, t: int) -> Sequence[int]:
         """See `BoundEnvs`."""
         leaf, flat = self._leaves[0], self._flat
         shape, dtype, array = leaf.shape, leaf.dtype, np.ndarray
-        row, rewards, info_to = self._obs[0][t + 1], self._reward[t], self._info
+        rows, rewards, info_to = [o[t + 1] for o in self._obs], self._reward[t], self._info
+        row = rows[0]
         ended: list[int] = []
         i = 0
         try:
@@ -183,7 +186,7 @@ class _BoundGym:
                         observation = as_declared(observation, leaf, shape, i)
                     row[i] = observation
                 else:
-                    self._write(observation, t + 1, i)
+                    self._write(observation, rows, i)
                 rewards[i] = reward
                 if terminated or truncated:
                     self._terminated[t, i] = terminated
@@ -210,9 +213,19 @@ class _BoundGym:
                 self._info({}, t, i)
         return [(i, self._steps[i], actions[i]) for i in live]
 
-    def _write(self, observation: Any, t: int, i: int) -> None:
-        for leaf, array in zip(self._leaves, self._obs, strict=True):
-            array[t, i] = as_declared(observation, leaf, leaf.shape, i)
+    def _write(self, observation: Any, rows: Sequence[np.ndarray], i: int) -> None:
+        """Write the observation of env i into these rows, one for each leaf."""
+        for leaf, row in zip(self._leaves, rows):  # noqa: B905 - strict takes time
+            value = observation
+            try:
+                for name in leaf.path:
+                    value = value[name]
+                if value.shape == leaf.shape and value.dtype is leaf.dtype:
+                    row[i] = value
+                    continue
+            except (AttributeError, KeyError, IndexError, TypeError):
+                pass  # as_declared takes what has another form, or says what is wrong with it
+            row[i] = as_declared(observation, leaf, leaf.shape, i)
 
 
 def as_declared(

@@ -55,10 +55,11 @@ def counter_uniform(keys: Tensor, counters: Tensor, num: int) -> Tensor:
         counters: int64 `[N]`, the place in the stream.
         num: Numbers to draw for each env.
 
-    >>> keys, counters = torch.tensor([3, 4]), torch.tensor([0, 9])
-    >>> both = counter_uniform(keys, counters, num=2)
-    >>> bool((both[1:] == counter_uniform(keys[1:], counters[1:], num=2)).all())
-    True
+    Examples:
+        >>> keys, counters = torch.tensor([3, 4]), torch.tensor([0, 9])
+        >>> both = counter_uniform(keys, counters, num=2)
+        >>> bool((both[1:] == counter_uniform(keys[1:], counters[1:], num=2)).all())
+        True
     """
     columns = torch.arange(1, num + 1, device=keys.device)
     place = (counters * _COUNTER_FACTOR)[:, None] + columns * _COLUMN_FACTOR
@@ -82,8 +83,9 @@ class TorchEnv(Protocol):
     Methods must not wait for the device (no `.item()`, no `if tensor`) and must keep state at
     fixed addresses (`copy_`); what they return must not change at a later call.
 
-    >>> isinstance(TorchCartPole(2), TorchEnv)
-    True
+    Examples:
+        >>> isinstance(TorchCartPole(2), TorchEnv)
+        True
     """
 
     num_envs: int
@@ -121,27 +123,28 @@ class BatchedTorchEnv(abc.ABC):
 
     A walk on a line, from a random start until it is more than 1 from the middle:
 
-    >>> class Walk(BatchedTorchEnv):
-    ...     observation_space = gymnasium.spaces.Box(-2, 2, (1,))
-    ...     action_space = gymnasium.spaces.Discrete(2)
-    ...
-    ...     def _initial(self, uniform):
-    ...         return uniform - 0.5
-    ...
-    ...     def _dynamics(self, state, action):
-    ...         state = state + (0.2 * action - 0.1)[:, None]
-    ...         distance = state[:, 0].abs()
-    ...         return state, -distance, distance > 1
-    ...
-    ...     def _observe(self, state):
-    ...         return state
-    >>> env = Walk(num_envs=3, max_episode_steps=50)
-    >>> env.seed(torch.tensor([10, 11, 12]))
-    >>> observation = env.reset()
-    >>> observation, reward, terminated, truncated = env.step(torch.tensor([0, 1, 1]))
-    >>> observation.shape, reward.shape, terminated.tolist()
-    (torch.Size([3, 1]), torch.Size([3]), [False, False, False])
-    >>> observation = env.reset(terminated | truncated)
+    Examples:
+        >>> class Walk(BatchedTorchEnv):
+        ...     observation_space = gymnasium.spaces.Box(-2, 2, (1,))
+        ...     action_space = gymnasium.spaces.Discrete(2)
+        ...
+        ...     def _initial(self, uniform):
+        ...         return uniform - 0.5
+        ...
+        ...     def _dynamics(self, state, action):
+        ...         state = state + (0.2 * action - 0.1)[:, None]
+        ...         distance = state[:, 0].abs()
+        ...         return state, -distance, distance > 1
+        ...
+        ...     def _observe(self, state):
+        ...         return state
+        >>> env = Walk(num_envs=3, max_episode_steps=50)
+        >>> env.seed(torch.tensor([10, 11, 12]))
+        >>> observation = env.reset()
+        >>> observation, reward, terminated, truncated = env.step(torch.tensor([0, 1, 1]))
+        >>> observation.shape, reward.shape, terminated.tolist()
+        (torch.Size([3, 1]), torch.Size([3]), [False, False, False])
+        >>> observation = env.reset(terminated | truncated)
     """
 
     observation_space: gymnasium.Space[Any]
@@ -246,13 +249,14 @@ class TorchCartPole(BatchedTorchEnv):
 
     Actions are int64 `[N]`: 1 pushes right, 0 left. Every step is worth 1, the last one too.
 
-    >>> env = TorchCartPole(num_envs=2)
-    >>> env.seed(torch.tensor([1, 2]))
-    >>> bool((env.reset().abs() <= 0.05).all())
-    True
-    >>> observation, reward, terminated, truncated = env.step(torch.tensor([0, 1]))
-    >>> observation.shape, reward.tolist()
-    (torch.Size([2, 4]), [1.0, 1.0])
+    Examples:
+        >>> env = TorchCartPole(num_envs=2)
+        >>> env.seed(torch.tensor([1, 2]))
+        >>> bool((env.reset().abs() <= 0.05).all())
+        True
+        >>> observation, reward, terminated, truncated = env.step(torch.tensor([0, 1]))
+        >>> observation.shape, reward.tolist()
+        (torch.Size([2, 4]), [1.0, 1.0])
     """
 
     _MAX_POSITION = 2.4
@@ -305,13 +309,14 @@ class TorchPendulum(BatchedTorchEnv):
     Actions are float32 `[N, 1]`, the torque, clipped to [-2, 2]. The reward is minus the cost of
     the angle from upright, the speed and the torque.
 
-    >>> env = TorchPendulum(num_envs=2)
-    >>> env.seed(torch.tensor([1, 2]))
-    >>> env.reset().shape
-    torch.Size([2, 3])
-    >>> observation, reward, terminated, truncated = env.step(torch.zeros(2, 1))
-    >>> bool((reward <= 0).all()), terminated.tolist()
-    (True, [False, False])
+    Examples:
+        >>> env = TorchPendulum(num_envs=2)
+        >>> env.seed(torch.tensor([1, 2]))
+        >>> env.reset().shape
+        torch.Size([2, 3])
+        >>> observation, reward, terminated, truncated = env.step(torch.zeros(2, 1))
+        >>> bool((reward <= 0).all()), terminated.tolist()
+        (True, [False, False])
     """
 
     _MAX_SPEED = 8.0

@@ -24,13 +24,14 @@ class GymEnv(Env):
             NaN where a step has none), or names with spaces (in that form, 0 where it has none).
         **kwargs: Passed on to `gymnasium.make` with an id.
 
-    >>> env = GymEnv("CartPole-v1")
-    >>> td = env.rand_step(env.reset())
-    >>> td["next", "observation"].shape, td["next", "reward"].shape
-    (torch.Size([4]), torch.Size([1]))
-    >>> env.rollout(5).batch_size
-    torch.Size([5])
-    >>> env.close()
+    Examples:
+        >>> env = GymEnv("CartPole-v1")
+        >>> td = env.rand_step(env.reset())
+        >>> td["next", "observation"].shape, td["next", "reward"].shape
+        (torch.Size([4]), torch.Size([1]))
+        >>> env.rollout(5).batch_size
+        torch.Size([5])
+        >>> env.close()
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class SerialEnv(Env):
         create_env_fn: Makes one env (an id, or a callable), or a list of N such.
         info_keys: Entries of the info dicts to store, as in `GymEnv`.
 
-    >>> env = SerialEnv(4, "CartPole-v1")
-    >>> env.reset()["observation"].shape
-    torch.Size([4, 4])
-    >>> env.close()
+    Examples:
+        >>> env = SerialEnv(4, "CartPole-v1")
+        >>> env.reset()["observation"].shape
+        torch.Size([4, 4])
+        >>> env.close()
     """
 
     def __init__(self, num_envs: int, create_env_fn: Any, *, info_keys: InfoNames = ()) -> None:

@@ -28,8 +28,9 @@ def is_torchrl_env(env: Any) -> bool:
 class OneHot(gym.Space[Any]):
     """One or several one-hot vectors end to end, as TorchRL encodes discrete actions.
 
-    >>> OneHot([2, 3], np.dtype("int64")).contains(np.array([0, 1, 1, 0, 0]))
-    True
+    Examples:
+        >>> OneHot([2, 3], np.dtype("int64")).contains(np.array([0, 1, 1, 0, 0]))
+        True
     """
 
     def __init__(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:

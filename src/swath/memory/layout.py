@@ -94,9 +94,10 @@ class Place:
 class Layout:
     """The fields of a rollout of `steps` steps of `envs` envs, placed in one block.
 
-    >>> layout = Layout([Field(("reward",), (1,), torch.float32)], steps=10, envs=4)
-    >>> layout.nbytes
-    192
+    Examples:
+        >>> layout = Layout([Field(("reward",), (1,), torch.float32)], steps=10, envs=4)
+        >>> layout.nbytes
+        192
     """
 
     def __init__(

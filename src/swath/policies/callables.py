@@ -38,9 +38,10 @@ class RecurrentPolicy(torch.nn.Module):
         initial_state: The state of one env at the start of an episode, without batch dimension:
             a tensor, or a dict or tuple of tensors.
 
-    >>> counter = RecurrentPolicy(lambda obs, n: ((n % 2).long(), n + 1), torch.zeros(()))
-    >>> counter(torch.zeros(4), counter.initial_state)
-    (tensor(0), tensor(1.))
+    Examples:
+        >>> counter = RecurrentPolicy(lambda obs, n: ((n % 2).long(), n + 1), torch.zeros(()))
+        >>> counter(torch.zeros(4), counter.initial_state)
+        (tensor(0), tensor(1.))
     """
 
     def __init__(self, fn: Callable[..., Any], initial_state: Any) -> None:

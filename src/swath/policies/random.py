@@ -28,8 +28,9 @@ _KNOWN = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
 class RandomPolicy:
     """Choose actions at random; the same as passing no policy.
 
-    >>> RandomPolicy()
-    RandomPolicy()
+    Examples:
+        >>> RandomPolicy()
+        RandomPolicy()
     """
 
     def __repr__(self) -> str:

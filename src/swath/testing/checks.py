@@ -72,11 +72,12 @@ def check_transitions(
     Returns:
         The number of frames.
 
-    >>> from swath.collectors import Collector
-    >>> from swath.testing import CountingEnv
-    >>> with Collector([CountingEnv, CountingEnv], frames_per_batch=30, seed=0) as collector:
-    ...     check_transitions([collector.next(), collector.next()])
-    60
+    Examples:
+        >>> from swath.collectors import Collector
+        >>> from swath.testing import CountingEnv
+        >>> with Collector([CountingEnv, CountingEnv], frames_per_batch=30, seed=0) as collector:
+        ...     check_transitions([collector.next(), collector.next()])
+        60
     """
     rules = _Rules(longest, max_frames_per_traj, set_truncated, reset_at_each_iter)
     frames = list(_frames(_listed(batches)))
@@ -178,10 +179,11 @@ def check_replay(
         seed: The seed of the collector.
         first_env: The global index of the first env.
 
-    >>> import gymnasium
-    >>> from swath.collectors import Collector
-    >>> with Collector("CartPole-v1", frames_per_batch=100, seed=3) as collector:
-    ...     check_replay(collector.next(), lambda: gymnasium.make("CartPole-v1"), seed=3)
+    Examples:
+        >>> import gymnasium
+        >>> from swath.collectors import Collector
+        >>> with Collector("CartPole-v1", frames_per_batch=100, seed=3) as collector:
+        ...     check_replay(collector.next(), lambda: gymnasium.make("CartPole-v1"), seed=3)
     """
     listed = [b if b.ndim > 1 else b.unsqueeze(0) for b in _listed(batches)]
     for row in range(listed[0].shape[0]):

@@ -22,8 +22,9 @@ __all__ = ["CountingEnv", "CrashingEnv", "SlowEnv", "episode_plan", "reward_of"]
 def episode_plan(stamp: int, episode: int, longest: int) -> tuple[int, bool, bool]:
     """Return length, terminated and truncated of an episode: all that can be known beforehand.
 
-    >>> episode_plan(stamp=3, episode=0, longest=9)
-    (3, True, False)
+    Examples:
+        >>> episode_plan(stamp=3, episode=0, longest=9)
+        (3, True, False)
     """
     mix = zlib.crc32(f"{stamp} {episode}".encode())
     ending = mix // longest % 3
@@ -59,11 +60,12 @@ class CountingEnv(gym.Env[Any, Any]):
             at each step; check these with `check_replay`.
         longest: The longest that an episode can be.
 
-    >>> env = CountingEnv(longest=9)
-    >>> env.reset(seed=3)
-    (array([3, 0, 0]), {'step': 0})
-    >>> env.step(1)
-    (array([3, 0, 1]), 880.0, False, False, {'step': 1})
+    Examples:
+        >>> env = CountingEnv(longest=9)
+        >>> env.reset(seed=3)
+        (array([3, 0, 0]), {'step': 0})
+        >>> env.step(1)
+        (array([3, 0, 1]), 880.0, False, False, {'step': 1})
     """
 
     def __init__(
@@ -121,8 +123,9 @@ class SlowEnv(CountingEnv):
         seconds: How long each step and each reset sleeps.
         **kwargs: See `CountingEnv`.
 
-    >>> SlowEnv(0.001).reset(seed=3)[0]
-    array([3, 0, 0])
+    Examples:
+        >>> SlowEnv(0.001).reset(seed=3)[0]
+        array([3, 0, 0])
     """
 
     def __init__(self, seconds: float, **kwargs: Any) -> None:
@@ -149,11 +152,12 @@ class CrashingEnv(CountingEnv):
         exception: What it raises.
         **kwargs: See `CountingEnv`.
 
-    >>> env = CrashingEnv(at_step=0, exception=KeyError("mass"))
-    >>> observation, info = env.reset()
-    >>> env.step(0)
-    Traceback (most recent call last):
-    KeyError: 'mass'
+    Examples:
+        >>> env = CrashingEnv(at_step=0, exception=KeyError("mass"))
+        >>> observation, info = env.reset()
+        >>> env.step(0)
+        Traceback (most recent call last):
+        KeyError: 'mass'
     """
 
     def __init__(
