@@ -11,6 +11,7 @@ from swath.errors import PolicyError, SwathError, UsageError
 from swath.policies.base import Interface, Policy, State, TorchPolicy
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
 from swath.policies.outputs import check_range, to_array
+from swath.policies.probing import takes_batch_of_one
 from swath.policies.random import ActionSampler, RandomPolicy, UniformPolicy
 from swath.policies.tensordicts import TensorDictPolicy, is_tensordict_policy
 from swath.tree import Key
@@ -68,6 +69,9 @@ def probe(
     adapter.compile_with = compile_with
     try:
         adapter.learn(rows)
+        if adapter.direct is not None and not adapter.interface.batched:
+            key, call = adapter.direct
+            adapter.takes_batch_of_one = takes_batch_of_one(call, rows[key])
     except SwathError:
         raise
     except Exception as error:

@@ -90,6 +90,8 @@ class TorchPolicy:
     copies_inputs = False
     """The policy keeps or changes what it is given, so it gets copies."""
     compile_with: Mapping[str, Any] | None = None
+    takes_batch_of_one = False
+    """A lone env's observation may be given with a batch dimension of one; see `probing`."""
 
     def __init__(self, interface: Interface) -> None:
         self.interface = interface
@@ -141,6 +143,10 @@ class TorchPolicy:
         if self.direct is not None:
             key, call = self.direct
             row, write = self._rows(slab, key), writes[0]
+            if self.takes_batch_of_one:
+                form = Form.of_action(self.interface.actions[0], (1,))
+                row = slab.rows(key, True)
+                write = form.writer(slab.arrays[form.key], carried=False, batched=True)
 
             def act_directly(t: int) -> None:
                 write(t, call(row[t]))

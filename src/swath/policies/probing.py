@@ -8,6 +8,7 @@ again later, and gets copies instead.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
@@ -26,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from swath.policies.outputs import to_array
 from swath.tree import Key
 
-__all__ = ["Trial", "attempt"]
+__all__ = ["Trial", "attempt", "takes_batch_of_one"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,33 @@ def attempt(
         gc.collect()  # what is left in a reference cycle is not kept
     kept = any(watch() is not None for watch in watches)
     return Trial(values, kept or any(changed), state)
+
+
+def takes_batch_of_one(call: Any, row: torch.Tensor) -> bool:
+    """Tell whether a module gives the same for a row and for a batch of that one row, bit for bit.
+
+    PyTorch's layers take a longer way for vectors than for matrices of one row. Which kernels run
+    depends on shapes alone, so a few values tell. They are tried on a copy of the module.
+    """
+    if not isinstance(call, torch.nn.Module) or not row.is_floating_point():
+        return False
+    noise = torch.Generator().manual_seed(0)
+    inputs = [row + scale * torch.randn(row.shape, generator=noise) for scale in (0, 0.1, 1, 10)]
+    try:
+        module = copy.deepcopy(call)
+        for one in inputs:
+            alone, batch = (
+                attempt(module, lambda rows: {("action",): module(*rows)}, [x])
+                for x in (one, one.unsqueeze(0))
+            )
+            a, b = alone.values["action",], batch.values["action",]
+            if not torch.equal(a.unsqueeze(0), b) or a.dtype is not b.dtype:
+                return False
+            if alone.random_state != batch.random_state or batch.keeps_inputs:
+                return False
+    except Exception:  # it cannot be copied, or takes no batch
+        return False
+    return True
 
 
 def _copy(value: Any) -> Any:
