@@ -167,6 +167,17 @@ def test_an_exception_in_a_reset_keeps_the_step_before_it():
     assert rest["next", "done"].sum() == 2
 
 
+def test_a_reset_that_fails_beside_a_vector_env_adds_no_row():
+    beside = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)
+    with Collector([beside, Failing(reset=3)], frames_per_batch=600, seed=0) as collector:
+        with pytest.raises(EnvError, match=r"in reset\(\)") as caught:
+            collector.next()
+        rest = collector.partial()
+    assert rest.batch_size == (3, caught.value.step)
+    assert ("collector", "mask") not in rest.keys(True)
+    assert rest["next", "done"][2, -1]
+
+
 def test_a_constructor_reset_that_fails_says_so():
     with pytest.raises(EnvError, match=r"in reset\(\).*env 0, step 0"):
         Collector(lambda: Failing(reset=1), frames_per_batch=5)

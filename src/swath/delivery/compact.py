@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 
 from swath.errors import UsageError
-from swath.rollout.keys import FINAL, TRAJ_IDS, following
+from swath.rollout.keys import FINAL, FINAL_OBS, TRAJ_IDS, following
 
 __all__ = ["restore_next"]
 
@@ -22,7 +22,7 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
     """
     if FINAL not in batch.keys(True):
         raise UsageError("this batch was not collected with compact_obs=True: nothing to restore.")
-    index, table = batch[FINAL], batch["collector", "final_obs"]
+    index, table = batch[FINAL], batch[FINAL_OBS]
     inside = index < 0
     ids = batch[TRAJ_IDS]
     follows = torch.zeros_like(inside)

@@ -135,7 +135,12 @@ class _BoundJoined:
         """See `BoundEnvs`."""
         ended: list[int] = []
         for bound, start in self._parts:
-            ended.extend(start + i for i in _located(bound.step, start, t))
+            try:
+                inside = _located(bound.step, start, t)
+            except CallFailed as failure:
+                failure.completed = [*range(start), *(i + start for i in failure.completed)]
+                raise
+            ended.extend(start + i for i in inside)
         return ended
 
 
@@ -146,5 +151,4 @@ def _located(call: Callable[..., Any], start: int, *args: Any) -> Any:
     except CallFailed as failure:
         if failure.index is not None:
             failure.index += start
-        failure.completed = [*range(start), *(i + start for i in failure.completed)]
         raise

@@ -7,6 +7,7 @@ from swath.tree import Key
 __all__ = [
     "DONE",
     "FINAL",
+    "FINAL_OBS",
     "INFO",
     "IS_INIT",
     "MASK",
@@ -36,6 +37,7 @@ POLICY_VERSION: Key = ("collector", "policy_version")
 MASK: Key = ("collector", "mask")
 RANDOM: Key = ("collector", "random")
 FINAL: Key = ("collector", "final")
+FINAL_OBS: Key = ("collector", "final_obs")
 
 
 def following(key: Key) -> Key:

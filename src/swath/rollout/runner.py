@@ -221,7 +221,7 @@ class Runner:
             table = columns.final_table(filled.slab, self.interface, filled.steps)
         batch = self.pool.lend(filled.slab, filled.steps, self.interface.batched)
         if table is not None:
-            batch["collector"].set("final_obs", table)
+            batch.set(keys.FINAL_OBS, table)
         if filled.mask is not None:
             mask = torch.from_numpy(filled.mask)
             batch.set(keys.MASK, mask.T.contiguous() if self.interface.batched else mask[:, 0])
@@ -296,11 +296,7 @@ class Runner:
     def _reset_some(self, slab: Slab, t: int, which: Sequence[int]) -> None:
         """Start new episodes of these envs in row t."""
         started = perf_counter()
-        try:
-            self._envs.reset(t, which)
-        except CallFailed as failure:
-            failure.completed = []  # every env has made the step before
-            raise
+        self._envs.reset(t, which)
         self.shares.resets += perf_counter() - started
         for state in self.policy.states:
             slab.tensors[state.key][t, which] = state.initial
