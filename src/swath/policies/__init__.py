@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from swath.errors import PolicyError, SwathError, UsageError
 from swath.policies.base import Interface, Policy, State, TorchPolicy
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
 from swath.policies.outputs import check_range, to_array
-from swath.policies.probing import takes_batch_of_one
+from swath.policies.probing import attempt, same_values, takes_batch_of_one
 from swath.policies.random import ActionSampler, RandomPolicy, UniformPolicy
+from swath.policies.shortcuts import installed
 from swath.policies.tensordicts import TensorDictPolicy, is_tensordict_policy
 from swath.tree import Key
 
@@ -72,6 +74,8 @@ def probe(
         if adapter.direct is not None and not adapter.interface.batched:
             key, call = adapter.direct
             adapter.takes_batch_of_one = takes_batch_of_one(call, rows[key])
+        if compile_with is None:
+            adapter.takes_shortcuts = _takes_shortcuts(policy, adapter.interface, rows)
     except SwathError:
         raise
     except Exception as error:
@@ -80,3 +84,26 @@ def probe(
             f"the policy raised {type(error).__name__}: {error}. It was called with {shapes}; "
             "see the cause above."
         ) from error
+
+
+def _takes_shortcuts(policy: Any, interface: Interface, rows: Mapping[Key, torch.Tensor]) -> bool:
+    """Tell whether a copy of the policy does the same while shortcuts stand in its modules."""
+    if not isinstance(getattr(policy, "__self__", policy), torch.nn.Module):
+        return False  # a function has no copy to try it on
+    try:
+        twin = copy.deepcopy(policy)
+        adapter = as_policy(twin, interface, ActionSampler([], []))
+        assert isinstance(adapter, TorchPolicy)
+        adapter.learn(rows)
+
+        def call(inputs: Sequence[torch.Tensor]) -> dict[Key, Any]:
+            keys = [form.key for form in adapter.forms]
+            return dict(zip(keys, adapter.forward(*inputs), strict=True))
+
+        inputs = [rows[key] for key in adapter.inputs]
+        plain = attempt(twin, call, inputs)
+        with installed(adapter.modules):
+            short = attempt(twin, call, inputs)
+    except Exception:  # it cannot be copied, or looks into its layers in some unusual way
+        return False
+    return same_values(plain, short)

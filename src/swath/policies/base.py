@@ -10,7 +10,9 @@ step number. No TensorDict is built and nothing is allocated on our side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -21,6 +23,8 @@ import torch
 from swath.errors import PolicyError
 from swath.memory import Field, Slab
 from swath.policies.outputs import Form, check_free, extra_field
+from swath.policies.probing import modules_of
+from swath.policies.shortcuts import installed, shortened
 from swath.tree import Key, Leaf, action_leaves, key_name, observation_leaves
 
 __all__ = ["Act", "Interface", "Policy", "State", "TorchPolicy"]
@@ -71,8 +75,8 @@ class Policy(Protocol):
     needs_is_init: bool
     """Reads a flag that is True at the first step of an episode."""
 
-    def bind(self, slab: Slab, steps: int) -> Act:
-        """Return the function that acts at step t of this slab; called once per rollout."""
+    def bound(self, slab: Slab, steps: int) -> AbstractContextManager[Act]:
+        """Give the function that acts at step t of this slab; entered once per rollout."""
         ...
 
 
@@ -92,9 +96,12 @@ class TorchPolicy:
     compile_with: Mapping[str, Any] | None = None
     takes_batch_of_one = False
     """A lone env's observation may be given with a batch dimension of one; see `probing`."""
+    takes_shortcuts = False
+    """Layers may be called without `nn.Module.__call__`; see `shortcuts`."""
 
-    def __init__(self, interface: Interface) -> None:
+    def __init__(self, interface: Interface, user_policy: Any) -> None:
         self.interface = interface
+        self.modules = modules_of(user_policy)
         self.forms: list[Form] = []
         self.extras: list[Field] = []
         self.states: list[State] = []
@@ -129,7 +136,13 @@ class TorchPolicy:
         """Return the call as it is to be made: through `torch.compile` if the user asked so."""
         return call if self.compile_with is None else torch.compile(call, **self.compile_with)
 
-    def bind(self, slab: Slab, steps: int) -> Act:
+    @contextlib.contextmanager
+    def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
+        """See `Policy`."""
+        with installed(self.modules if self.takes_shortcuts else ()):
+            yield self.bind(slab)
+
+    def bind(self, slab: Slab) -> Act:
         """Return `act(t)` for this slab."""
         batched = self.interface.batched
         writes = [
@@ -142,6 +155,8 @@ class TorchPolicy:
         ]
         if self.direct is not None:
             key, call = self.direct
+            if self.takes_shortcuts:
+                call = shortened(call)
             row, write = self._rows(slab, key), writes[0]
             if self.takes_batch_of_one:
                 form = Form.of_action(self.interface.actions[0], (1,))

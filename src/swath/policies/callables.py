@@ -58,7 +58,7 @@ class CallablePolicy(TorchPolicy):
     """The adapter for callables and modules that know nothing of TensorDict."""
 
     def __init__(self, interface: Interface, fn: Callable[..., Any]) -> None:
-        super().__init__(interface)
+        super().__init__(interface, fn)
         self._fn = fn
         leaves = interface.observations
         self._observation = builder(interface.observation_space, leaves)

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from swath.policies.outputs import to_array
 from swath.tree import Key
 
-__all__ = ["Trial", "attempt", "takes_batch_of_one"]
+__all__ = ["Trial", "attempt", "modules_of", "same_values", "takes_batch_of_one"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,19 @@ def takes_batch_of_one(call: Any, row: torch.Tensor) -> bool:
     return True
 
 
+def same_values(a: Trial, b: Trial) -> bool:
+    """Tell whether two calls gave the same, bit for bit, and drew the same random numbers."""
+    pairs = [(value, b.values.get(key)) for key, value in a.values.items()]
+    return a.random_state == b.random_state and all(_same(*pair) for pair in pairs)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or getattr(a, "dtype", None) != getattr(b, "dtype", None):
+        return False
+    first, second = to_array(a), to_array(b)
+    return first.shape == second.shape and first.tobytes() == second.tobytes()
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -112,7 +125,7 @@ def _untouched(policy: Any) -> Iterator[None]:
     for_torch, for_numpy, for_python = _random_states()
     buffers = [
         (module, name, buffer, buffer.detach().clone())
-        for root in _modules(policy)
+        for root in modules_of(policy)
         for module in root.modules()
         for name, buffer in module._buffers.items()
         if isinstance(buffer, torch.Tensor)
@@ -132,15 +145,15 @@ def _untouched(policy: Any) -> Iterator[None]:
                     buffer.copy_(saved)
 
 
-def _modules(policy: Any) -> list[torch.nn.Module]:
+def modules_of(policy: Any) -> list[torch.nn.Module]:
     """Return a policy that is a module, or the modules that a function or object refers to."""
     if isinstance(policy, torch.nn.Module):
         return [policy]
     if inspect.ismethod(policy):
-        return [*_modules(policy.__self__), *_modules(policy.__func__)]
+        return [*modules_of(policy.__self__), *modules_of(policy.__func__)]
     if isinstance(policy, functools.partial):
         parts = [policy.func, *policy.args, *policy.keywords.values()]
-        return [module for part in parts for module in _modules(part)]
+        return [module for part in parts for module in modules_of(part)]
     parts = list(getattr(policy, "__dict__", {}).values())
     if inspect.isfunction(policy):
         with contextlib.suppress(ValueError):  # a name that is not bound yet

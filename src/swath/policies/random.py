@@ -7,9 +7,10 @@ depends on the space.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,12 @@ class UniformPolicy:
         self.states: list[State] = []
         self.needs_is_init = False
 
-    def bind(self, slab: Slab, steps: int) -> Act:
+    @contextlib.contextmanager
+    def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
         """Write all actions now; acting later is nothing."""
         for leaf, actions in zip(self.interface.actions, self.sampler.draw(steps), strict=True):
             slab.arrays[leaf.key][:steps] = actions
-        return lambda t: None
+        yield lambda t: None
 
 
 def _kind(leaf: Leaf) -> type | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from swath.errors import UsageError
 from swath.memory import Slab
 from swath.policies.base import Act, Interface, State, TorchPolicy
-from swath.policies.outputs import to_array
-from swath.policies.probing import Trial, attempt
+from swath.policies.probing import Trial, attempt, same_values
 from swath.policies.unwrapping import Call, Program, Step, as_key, unwrap
 from swath.tree import Key, key_name, nest
 
@@ -36,7 +36,7 @@ class TensorDictPolicy(TorchPolicy):
     """The adapter for modules that read and write TensorDicts."""
 
     def __init__(self, interface: Interface, module: Any) -> None:
-        super().__init__(interface)
+        super().__init__(interface, module)
         self.module = module
         self._program: Program | None = None
         observed = [leaf.key for leaf in interface.observations]
@@ -85,8 +85,7 @@ class TensorDictPolicy(TorchPolicy):
             fast = attempt(self.module, call, inputs)
         except Exception:  # the plain call worked, so it is the taking apart that failed
             return None
-        same = all(_same(value, fast.values[key]) for key, value in plain.values.items())
-        return program if same and fast.random_state == plain.random_state else None
+        return program if same_values(plain, fast) else None
 
     @property
     def unwrapped(self) -> bool:
@@ -105,11 +104,15 @@ class TensorDictPolicy(TorchPolicy):
         if isinstance(only, Call) and len(only.reads) == len(only.writes) == 1:
             self.direct = only.reads[0], self.compiled(only.inner)
 
-    def bind(self, slab: Slab, steps: int) -> Act:
+    @contextlib.contextmanager
+    def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
         """See `Policy`; hooks and other changes since the last rollout are respected."""
         if self._program is not None and unwrap(self.module) != self._program.steps:
             self._use(None)
-        return super().bind(slab, steps)
+        elif self._program is not None and self.takes_shortcuts:
+            self.forward = self._program.shortened().forward
+        with super().bound(slab, steps) as act:
+            yield act
 
     def _source(self, rows: Sequence[torch.Tensor]) -> TensorDict:
         flat = dict(zip(self.inputs, rows, strict=True))
@@ -169,13 +172,3 @@ def _initial_values(module: Any, keys: Sequence[Key]) -> dict[Key, torch.Tensor]
             specs = make_primer().primers
             values.update({as_key(k): s.zero() for k, s in specs.items(True, True)})
     return values
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Tell whether two tensors are equal bit for bit."""
-    return (
-        isinstance(b, torch.Tensor)
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and to_array(a).tobytes() == to_array(b).tobytes()
-    )

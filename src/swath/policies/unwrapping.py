@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from tensordict.nn import (
 )
 from tensordict.nn.probabilistic import interaction_type as current_interaction_type
 
+from swath.policies.shortcuts import is_altered, shortened
 from swath.tree import Key
 
 __all__ = ["Call", "Program", "Step", "as_key", "unwrap"]
@@ -133,9 +134,18 @@ class Program:
 
     def __init__(self, steps: list[Step], inputs: Sequence[Key], outputs: Sequence[Key]) -> None:
         slots = Slots(inputs)
+        self._inputs, self._outputs = inputs, outputs
         self.steps, self._runs = steps, [step.linked(slots) for step in steps]
         self._blank = [None] * (len(slots) - len(inputs))
         self._wanted = slots.read(outputs)
+
+    def shortened(self) -> Program:
+        """Return this program with its modules called the shortest way."""
+        steps = [
+            replace(step, inner=shortened(step.inner)) if isinstance(step, Call) else step
+            for step in self.steps
+        ]
+        return Program(steps, self._inputs, self._outputs)
 
     def forward(self, *rows: torch.Tensor) -> Sequence[Any]:
         """Run all steps and return the outputs."""
@@ -158,7 +168,7 @@ def unwrap(module: Any) -> list[Step] | None:
 
     Steps of a module that was not changed since are equal.
     """
-    if not isinstance(module, torch.nn.Module) or _is_altered(module):
+    if not isinstance(module, torch.nn.Module) or is_altered(module):
         return None
     forward = type(module).forward
     if forward in (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward):
@@ -168,19 +178,6 @@ def unwrap(module: Any) -> list[Step] | None:
     if isinstance(module, ProbabilisticTensorDictModule):
         return _unwrap_probabilistic(module)
     return None
-
-
-def _is_altered(module: torch.nn.Module) -> bool:
-    """Tell whether calling a module is more than calling the `forward` of its class."""
-    library: Any = torch.nn.modules.module
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or library._has_any_global_hook()
-        or module._compiled_call_impl
-        or "forward" in vars(module)
-        or type(module).__call__ is not torch.nn.Module.__call__
-    )
 
 
 def _unwrap_sequence(module: Any) -> list[Step] | None:

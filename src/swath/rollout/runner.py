@@ -191,10 +191,11 @@ class Runner:
         try:
             with self._surroundings():
                 self._begin(slab)
-                act = self.random_frames.wrap(self.policy.bind(slab, steps), self, slab, steps)
                 self._envs = self.group.bind(slab, bare=True)
                 settle = self._settler(slab)
-                loop.run(steps, act, self._envs.step, settle, self.shares)
+                with self.policy.bound(slab, steps) as act:
+                    act = self.random_frames.wrap(act, self, slab, steps)
+                    loop.run(steps, act, self._envs.step, settle, self.shares)
         except CallFailed as failure:
             located = self._located(failure)
             self._keep_partial(slab, failure.completed)
