@@ -5,7 +5,8 @@ SwathError
 |-- UsageError (ValueError)     the caller broke a rule; the message says what to do instead
 |   `-- ClosedError             used after shutdown()
 |-- EnvError                    an env raised or returned something it did not declare
-`-- PolicyError                 a policy raised or returned something the env cannot use
+|-- PolicyError                 a policy raised or returned something the env cannot use
+`-- WorkerError                 a worker was killed, crashed or gave no answer in time
 ```
 
 A message says what is wrong (with the value), what was expected, and what to do.
@@ -16,7 +17,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ClosedError", "EnvError", "PolicyError", "SwathError", "UsageError", "nearest"]
+__all__ = [
+    "ClosedError",
+    "EnvError",
+    "PolicyError",
+    "SwathError",
+    "UsageError",
+    "WorkerError",
+    "nearest",
+]
 
 
 class SwathError(Exception):
@@ -38,17 +47,15 @@ class _LocatedError(SwathError):
         self,
         message: str,
         *,
+        worker: int | None = None,
         env: int | None = None,
         step: int | None = None,
         seed: int | None = None,
     ) -> None:
-        where = [
-            f"{name} {value}"
-            for name, value in (("env", env), ("step", step), ("seed", seed))
-            if value is not None
-        ]
+        places = {"worker": worker, "env": env, "step": step, "seed": seed}
+        where = [f"{name} {value}" for name, value in places.items() if value is not None]
         super().__init__(f"{message} [{', '.join(where)}]" if where else message)
-        self.env, self.step, self.seed = env, step, seed
+        self.worker, self.env, self.step, self.seed = worker, env, step, seed
 
 
 class EnvError(_LocatedError):
@@ -57,6 +64,10 @@ class EnvError(_LocatedError):
 
 class PolicyError(_LocatedError):
     """A policy raised, or returned what the env cannot use; the original is the cause."""
+
+
+class WorkerError(_LocatedError):
+    """A worker ended without a word (killed, crashed), or gave no answer in time."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

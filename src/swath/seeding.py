@@ -44,8 +44,8 @@ class RandomState:
     Inside `installed()` every global draw comes from here; outside, the caller's state is back.
     """
 
-    def __init__(self, seed: int) -> None:
-        child = np.random.SeedSequence(seed, spawn_key=(2,))
+    def __init__(self, seed: int, stream: int = 0) -> None:
+        child = np.random.SeedSequence(seed, spawn_key=(2, stream) if stream else (2,))
         words = child.generate_state(3, np.uint64)
         self._torch = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
         self._numpy = np.random.MT19937(int(words[1]))

@@ -51,13 +51,23 @@ def test_a_batch_holds_the_delivered_fields_with_time_last(order, batched):
     layout = Layout(FIELDS, steps=4, envs=3 if batched else 1, order=order)
     slab = Slab(layout, HeapMemory(layout.nbytes))
     slab.arrays[("action",)][...] = np.arange(4)[:, None] * 10 + np.arange(layout.envs)
-    batch = slab.lend(2, batched, lambda: None)
+    batch = slab.lend(2, (3,) if batched else (), lambda: None)
     assert batch.batch_size == ((3, 2) if batched else (2,))
     assert batch.names[-1] == "time"
     assert "hidden" not in batch.keys()
     expected = [[0, 10], [1, 11], [2, 12]] if batched else [0, 10]
     assert batch["action"].tolist() == expected
     assert batch["action"].is_contiguous() == (not batched)
+
+
+@pytest.mark.parametrize("order", ["time", "batch"])
+def test_envs_can_be_arranged_in_two_dimensions(order):
+    layout = Layout(FIELDS, steps=4, envs=6, order=order)
+    slab = Slab(layout, HeapMemory(layout.nbytes))
+    slab.arrays[("action",)][...] = np.arange(4)[:, None] * 10 + np.arange(6)
+    batch = slab.lend(3, (2, 3), lambda: None)
+    assert batch.batch_size == (2, 3, 3)
+    assert batch["action"][1, 2].tolist() == [5, 15, 25]
 
 
 def test_a_row_is_contiguous_in_time_order():

@@ -65,7 +65,7 @@ def test_whatever_is_held_keeps_its_values(orders):
     for stamp, (how, drop, keep) in enumerate(orders):
         slab = pool.take()
         fill(slab, stamp)
-        batch = pool.lend(slab, 5, batched=True)
+        batch = pool.lend(slab, 5, (4,))
         if keep:
             held.append((stamp, how, HOLDS[how][0](batch)))
         del batch, slab
@@ -85,7 +85,7 @@ def test_an_autograd_graph_holds_its_batch():
     pool = make_pool()
     slab = pool.take()
     fill(slab, 3)
-    loss, weight, rows = grad_graph(pool.lend(slab, 5, batched=True))
+    loss, weight, rows = grad_graph(pool.lend(slab, 5, (4,)))
     for stamp in range(10, 20):
         other = pool.take()
         assert other is not slab
@@ -103,7 +103,7 @@ def test_a_dropped_batch_gives_its_memory_back():
     for stamp in range(50):
         slab = pool.take()
         fill(slab, stamp)
-        batch = pool.lend(slab, 5, batched=True)
+        batch = pool.lend(slab, 5, (4,))
         assert batch["x"].unique().item() == stamp
         del batch, slab
     assert pool.made == 1
@@ -114,7 +114,7 @@ def test_who_keeps_every_batch_gets_new_memory_and_the_pool_does_not_hoard_it():
     for stamp in range(30):
         slab = pool.take()
         fill(slab, stamp)
-        batches.append(pool.lend(slab, 5, batched=True))
+        batches.append(pool.lend(slab, 5, (4,)))
     assert pool.made == 30
     assert [b["next", "n"].unique().item() for b in batches] == list(range(30))
     batches.clear()
@@ -129,7 +129,7 @@ def test_the_last_view_may_die_in_another_thread():
     pool = make_pool()
     slab = pool.take()
     fill(slab, 1)
-    box = [pool.lend(slab, 5, batched=True)]
+    box = [pool.lend(slab, 5, (4,))]
     thread = threading.Thread(target=box.clear)
     thread.start()
     thread.join()

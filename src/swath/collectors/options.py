@@ -7,7 +7,8 @@ unknown ones with the nearest known, and checks values and their combinations at
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
@@ -19,27 +20,31 @@ from swath.memory import MemoryOrder
 
 __all__ = ["Options"]
 
+_LEAST = {
+    "max_frames_per_traj": 1,
+    "trajs_per_batch": 1,
+    "seed": 0,
+    "num_workers": 1,
+    "max_lag": 0,
+}
 _OLD_NAMES = {
     "exploration_mode": "exploration_type",
     "devices": "policy_device",
     "passing_devices": "storing_device",
 }
-_NEEDS_WORKERS = (
-    "cat_results",
-    "preemptive_threshold",
-    "num_workers",
-    "num_threads",
-    "max_lag",
-    "init_fn",
-)
+
+
+def _for_workers(default: Any) -> Any:
+    return field(default=default, metadata={"workers": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a collection is to be like."""
 
-    frames_per_batch: int = field(default=0)
-    """Frames in one batch, over all envs; rounded up, with a warning, to a multiple of the envs."""
+    frames_per_batch: int | Sequence[int] = field(default=0)
+    """Frames in one batch, over all envs; rounded up, with a warning, to a multiple of the envs. A
+    list gives each worker its own number."""
     total_frames: int = -1
     """Frames to collect in all; the last batch is cut to meet it. -1 never ends."""
     max_frames_per_traj: int | None = None
@@ -94,24 +99,50 @@ class Options:
     """Seeds envs, random actions and the policy's draws; see `set_seed`."""
     progress: bool = False
     """Show a progress bar."""
+    num_workers: int | None = _for_workers(None)
+    """How many workers; one for each entry of `create_env_fn` by default, or one per core."""
+    cat_results: Literal["stack", 0, -1] = _for_workers("stack")
+    """How a batch of all workers is put together: `[W, N, T]`, `[W * N, T]` or `[N, W * T]`."""
+    preemptive_threshold: float | None = _for_workers(None)
+    """Deliver once this share of the workers is done; what the others lack is masked."""
+    collect_ahead: bool = _for_workers(False)
+    """Collect the next batch while you use this one: the policy lags by one version."""
+    max_lag: int | None = _for_workers(None)
+    """Hold workers back so that no batch is older than this when it is delivered, in versions, if
+    you publish once per batch."""
+    num_threads: int = _for_workers(1)
+    """Threads of torch in each worker."""
+    init_fn: Callable[[], Any] | None = _for_workers(None)  # noqa: RUF009
+    """Called first in each worker."""
+    on_worker_failure: Literal["raise", "restart"] = _for_workers("raise")
+    """What happens when a worker fails or is killed."""
+    max_restarts: int = _for_workers(3)
+    """So many restarts at most, over all workers."""
+    worker_timeout: float | None = _for_workers(None)
+    """Kill a worker that needs more seconds than this for one rollout."""
 
     @classmethod
-    def parse(cls, owner: str, given: Mapping[str, Any]) -> Options:
+    def parse(
+        cls, owner: str, given: Mapping[str, Any], without: Sequence[str] | None = None
+    ) -> Options:
         """Return the options from keyword arguments, checked.
 
         Args:
             owner: Name of the class for messages.
             given: The keyword arguments.
+            without: Options that make no sense there; all that are for workers by default.
         """
         known = {f.name for f in fields(cls)}
+        reason = f"{owner} delivers in another way"
+        if without is None:
+            reason = "it collects in this process, and {name!r} is for collectors with workers"
+            without = [f.name for f in fields(cls) if f.metadata.get("workers")]
         values: dict[str, Any] = {}
         for name, value in given.items():
             new = _OLD_NAMES.get(name, name)
-            if new in _NEEDS_WORKERS:
-                raise UsageError(
-                    f"{owner} has no option {name!r}: it collects in this process, and {name!r} "
-                    "is for collectors with workers."
-                )
+            if new in without:
+                text = reason.format(name=name)
+                raise UsageError(f"{owner} has no option {name!r}: {text}.")
             if new not in known:
                 raise UsageError(
                     f"{owner} has no option {name!r}.{nearest(name, [*known, *_OLD_NAMES])}"
@@ -122,7 +153,7 @@ class Options:
         return cls(**values)
 
     @classmethod
-    def signature(cls) -> inspect.Signature:
+    def signature(cls, *, workers: bool = False) -> inspect.Signature:
         """Return the signature of a collector, for help() and editors."""
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [
@@ -130,6 +161,8 @@ class Options:
             inspect.Parameter("policy", kind, default=None),
         ]
         for f in fields(cls):
+            if f.metadata.get("workers") and not workers:
+                continue
             default = inspect.Parameter.empty if f.default is MISSING else f.default
             parameters.append(
                 inspect.Parameter(
@@ -146,9 +179,13 @@ class Options:
         self._check_combinations()
 
     def _check_counts(self) -> None:
-        _at_least("frames_per_batch", self.frames_per_batch, 1, "frames over all envs in a batch")
+        listed = isinstance(self.frames_per_batch, (list, tuple))
+        for frames in self.frames_per_batch if listed else [self.frames_per_batch]:
+            _at_least("frames_per_batch", frames, 1, "frames over all envs in a batch")
+        _at_least("num_threads", self.num_threads, 1, "")
+        _at_least("max_restarts", self.max_restarts, 0, "")
         _at_least("init_random_frames", self.init_random_frames, 0, "")
-        for name, least in (("max_frames_per_traj", 1), ("trajs_per_batch", 1), ("seed", 0)):
+        for name, least in _LEAST.items():
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least, "or None")
         _at_least("total_frames", self.total_frames, -1, "-1 collects for ever")
@@ -156,7 +193,13 @@ class Options:
             raise UsageError("total_frames must be at least 1, or -1 to collect for ever; got 0.")
 
     def _check_callables(self) -> None:
-        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory"):
+        for name in (
+            "postproc",
+            "pre_collect_hook",
+            "post_collect_hook",
+            "policy_factory",
+            "init_fn",
+        ):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise UsageError(f"{name} must be callable; got {type(value).__name__} {value!r}.")
@@ -176,13 +219,27 @@ class Options:
             "cudagraph_policy",
             "update_at_each_batch",
             "progress",
+            "collect_ahead",
         ):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise UsageError(f"{name} must be True or False; got {value!r}.")
         _one_of("traj_format", self.traj_format, ("padded", "cat"))
         _one_of("memory_order", self.memory_order, ("time", "batch"))
+        _one_of("cat_results", self.cat_results, ("stack", 0, -1))
+        _one_of("on_worker_failure", self.on_worker_failure, ("raise", "restart"))
+        self._check_reals()
         self.interaction_type  # noqa: B018 - raises if it is none
+
+    def _check_reals(self) -> None:
+        for name, most in (("preemptive_threshold", 1.0), ("worker_timeout", math.inf)):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 < value <= most
+            ):
+                raise UsageError(f"{name} must be above 0 and at most {most:g}; got {value!r}.")
 
     def _check_devices(self) -> None:
         for name in ("device", "env_device", "policy_device", "storing_device"):
@@ -225,6 +282,11 @@ class Options:
                 ]
                 raise UsageError(f"{' and '.join(names)} do not go together: {reason}.")
 
+    def check_policy(self, policy: Any) -> None:
+        """Refuse a policy beside a `policy_factory`."""
+        if policy is not None and self.policy_factory is not None:
+            raise UsageError("policy and policy_factory are both given; give one of them.")
+
     @property
     def interaction_type(self) -> InteractionType:
         """How probabilistic policies choose, as tensordict's enum."""
@@ -257,4 +319,6 @@ def _at_least(name: str, value: Any, least: int, remark: str) -> None:
 def _one_of(name: str, value: Any, choices: Any) -> None:
     if value not in choices:
         hint = nearest(value, choices) if isinstance(value, str) else ""
-        raise UsageError(f"{name} must be one of {', '.join(choices)}; got {value!r}.{hint}")
+        raise UsageError(
+            f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.{hint}"
+        )

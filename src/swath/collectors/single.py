@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
 from swath.collectors.base import BaseCollector
 from swath.collectors.options import Options
 from swath.envs import as_group
 from swath.errors import UsageError
-from swath.rollout import EnvGroup, Plan, Runner
+from swath.memory.weights import copy_weights
+from swath.policies import made_by, policy_module
+from swath.rollout import Plan, Runner
 
 __all__ = ["Collector"]
 
@@ -40,14 +41,17 @@ class Collector(BaseCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         parsed = Options.parse(type(self).__name__, options)
+        parsed.check_policy(policy)
+        if not isinstance(parsed.frames_per_batch, int):
+            raise UsageError("frames_per_batch as a list is for collectors with workers.")
         if parsed.policy_factory is not None:
-            policy = _made_by(parsed.policy_factory, policy)
+            policy = made_by(parsed.policy_factory)
         self._policy = policy
         super().__init__(parsed)
         self.group = as_group(create_env_fn, parsed.create_env_kwargs)
         try:
-            _check_group(self.group, parsed)
-            self._runner = Runner(self.group, policy, _plan(parsed, self.group.num_envs))
+            plan = plan_of(parsed, parsed.frames_per_batch, self.group.num_envs)
+            self._runner = Runner(self.group, policy, plan)
         except BaseException:
             self.group.close()
             raise
@@ -110,12 +114,12 @@ class Collector(BaseCollector):
             module = self._module()
             if module is None:
                 raise UsageError("this collector's policy has no weights to update.")
-            _copy_weights(policy_or_weights, module)
+            copy_weights(policy_or_weights, module)
         self._runner.version += 1
         return self._runner.version
 
     def _module(self) -> torch.nn.Module | None:
-        return self._policy if isinstance(self._policy, torch.nn.Module) else None
+        return policy_module(self._policy)
 
     def stats(self) -> dict[str, Any]:
         """Return counts, speed, where the time goes, and episode statistics."""
@@ -146,24 +150,13 @@ class Collector(BaseCollector):
 Collector.__signature__ = Options.signature()  # type: ignore[attr-defined]
 
 
-def _made_by(factory: Any, policy: Any) -> Any:
-    if policy is not None:
-        raise UsageError("policy and policy_factory are both given; give one of them.")
-    made = factory()
-    if made is None:
-        raise UsageError(
-            f"policy_factory {factory!r} returned None; it must return a policy. Leave it out for "
-            "random actions."
-        )
-    return made
-
-
-def _plan(options: Options, num_envs: int) -> Plan:
-    steps = -(-options.frames_per_batch // num_envs)
-    if steps * num_envs != options.frames_per_batch:
+def plan_of(options: Options, frames: int, num_envs: int) -> Plan:
+    """Return the part of the options that the loop reads, for so many frames of so many envs."""
+    steps = -(-frames // num_envs)
+    if steps * num_envs != frames:
         warnings.warn(
-            f"frames_per_batch={options.frames_per_batch} is not a multiple of the {num_envs} envs "
-            f"and is rounded up to {steps * num_envs}.",
+            f"frames_per_batch={frames} is not a multiple of the {num_envs} envs and is rounded up "
+            f"to {steps * num_envs}.",
             stacklevel=4,
         )
     return Plan(
@@ -179,39 +172,3 @@ def _plan(options: Options, num_envs: int) -> Plan:
         compile_policy=options.compile_arguments,
         seed=options.seed,
     )
-
-
-def _check_group(group: EnvGroup, options: Options) -> None:
-    """Refuse options that these envs cannot honour."""
-    if options.max_frames_per_traj is not None and not group.resets_singly:
-        raise UsageError(
-            "max_frames_per_traj needs envs that can be reset one by one, which this vector env "
-            "cannot. Limit the episodes inside the env (gymnasium.wrappers.TimeLimit)."
-        )
-    if not options.reset_when_done and not group.freezes:
-        raise UsageError(
-            "reset_when_done=False needs envs that can be stepped one by one, which a vector env "
-            "cannot. Pass a list of env makers or a SerialEnv."
-        )
-
-
-def _copy_weights(source: Any, module: torch.nn.Module) -> None:
-    """Copy parameters and buffers into the policy; the source is only read."""
-    if isinstance(source, torch.nn.Module):
-        source = source.state_dict()
-    elif isinstance(source, TensorDictBase):
-        source = dict(source.flatten_keys(".").items())
-    if not isinstance(source, Mapping):
-        raise UsageError(
-            f"weights must be a module, a state dict or a TensorDict; got {type(source).__name__}."
-        )
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    unknown = [name for name in source if name not in own]
-    missing = [name for name in own if name not in source]
-    if unknown or missing:
-        raise UsageError(
-            f"these weights do not fit the policy: missing {missing}, unknown {unknown}."
-        )
-    with torch.no_grad():
-        for name, value in source.items():
-            own[name].copy_(value)

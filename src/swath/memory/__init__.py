@@ -1,7 +1,7 @@
 """Memory of rollouts: layout, slabs and their pool."""
 
 from swath.memory.layout import Field, Layout, MemoryOrder, Place, numpy_dtype, torch_dtype
-from swath.memory.slab import HeapMemory, Memory, Slab, SlabPool
+from swath.memory.slab import HeapMemory, Memory, SharedMemory, Slab, SlabPool
 
 __all__ = [
     "Field",
@@ -10,6 +10,7 @@ __all__ = [
     "Memory",
     "MemoryOrder",
     "Place",
+    "SharedMemory",
     "Slab",
     "SlabPool",
     "numpy_dtype",

@@ -131,18 +131,27 @@ class Layout:
         views = [(p, *self._form(p)) for p in self.places.values()]
         return _strided(block, [(p, shape, strides) for p, shape, strides in views])
 
-    def batch(self, block: torch.Tensor, steps: int, batched: bool) -> dict[Key, torch.Tensor]:
-        """Return the delivered fields as views `[N, steps, *shape]`, or `[steps, *shape]`."""
-        return _strided(block, self._batch_views(steps, batched))
+    def batch(
+        self, block: torch.Tensor, steps: int, lead: tuple[int, ...]
+    ) -> dict[Key, torch.Tensor]:
+        """Return the delivered fields as views `[*lead, steps, *shape]`.
+
+        Args:
+            block: A flat uint8 tensor.
+            steps: How many steps.
+            lead: How the envs are arranged: their product is the number of envs, `()` for one.
+        """
+        return _strided(block, self._batch_views(steps, lead))
 
     @lru_cache(maxsize=8)  # noqa: B019 - a layout lives as long as its collector
-    def _batch_views(self, steps: int, batched: bool) -> list[_View]:
+    def _batch_views(self, steps: int, lead: tuple[int, ...]) -> list[_View]:
+        assert math.prod(lead) == self.envs
         views: list[_View] = []
         for place in self.places.values():
             if place.field.delivered:
-                (_, envs, *shape), (row, env, *strides) = self._form(place)
-                leading = ((envs, steps), (env, row)) if batched else ((steps,), (row,))
-                views.append((place, (*leading[0], *shape), (*leading[1], *strides)))
+                (_, _, *shape), (row, env, *strides) = self._form(place)
+                apart = [env * math.prod(lead[i + 1 :]) for i in range(len(lead))]
+                views.append((place, (*lead, steps, *shape), (*apart, row, *strides)))
         return views
 
     def _form(self, place: Place) -> tuple[tuple[int, ...], tuple[int, ...]]:

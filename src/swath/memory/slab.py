@@ -13,6 +13,9 @@ nothing that somebody can still see is ever overwritten; who keeps every batch g
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +28,7 @@ from tensordict import TensorDict
 from swath.memory.layout import ALIGNMENT, Layout
 from swath.tree import Key, nest
 
-__all__ = ["HeapMemory", "Memory", "Slab", "SlabPool"]
+__all__ = ["HeapMemory", "Memory", "SharedMemory", "Slab", "SlabPool"]
 
 _ROWS_KEPT = 4096
 """Row views are made once per slab up to this many rows; more would cost too much memory."""
@@ -42,14 +45,11 @@ class Memory(Protocol):
         ...
 
 
-class HeapMemory:
-    """Ordinary memory of this process."""
+class _ArrayMemory:
+    """Memory that numpy can see."""
 
-    def __init__(self, nbytes: int) -> None:
-        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        self.array = raw[start : start + nbytes]
-        self._lease: weakref.ref[np.ndarray] | None = None
+    array: np.ndarray
+    _lease: weakref.ref[np.ndarray] | None = None
 
     def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
         """Return the block as a tensor; see `Memory.lend`."""
@@ -58,6 +58,54 @@ class HeapMemory:
         window = self.array.view()
         self._lease = weakref.ref(window, lambda _: on_return())
         return torch.from_numpy(window)
+
+
+class HeapMemory(_ArrayMemory):
+    """Ordinary memory of this process."""
+
+    def __init__(self, nbytes: int) -> None:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        self.array = raw[start : start + nbytes]
+
+
+class SharedMemory(_ArrayMemory):
+    """Memory without a name that other processes can map too.
+
+    It lives as long as somebody maps it, so nothing is left anywhere, whoever is killed. The
+    descriptor is needed only until the others have it: `close_descriptor` then, or slabs that a
+    user keeps would use them all up.
+
+    Args:
+        nbytes: How much.
+        descriptor: Of memory that another process made; None makes new memory, all zero.
+    """
+
+    def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
+        self.nbytes = nbytes
+        self.descriptor: int | None = _anonymous(nbytes) if descriptor is None else descriptor
+        block = mmap.mmap(self.descriptor, max(nbytes, 1))
+        self.array = np.frombuffer(block, np.uint8, nbytes)
+
+    def close_descriptor(self) -> None:
+        """Give the descriptor back; the memory stays mapped."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def __del__(self) -> None:
+        if getattr(self, "descriptor", None) is not None:
+            self.close_descriptor()
+
+
+def _anonymous(nbytes: int) -> int:
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("swath", os.MFD_CLOEXEC)
+    else:  # macOS: a file that is deleted at once
+        descriptor, path = tempfile.mkstemp()
+        os.unlink(path)
+    os.ftruncate(descriptor, max(nbytes, 1))
+    return descriptor
 
 
 class Slab:
@@ -88,12 +136,11 @@ class Slab:
         part.tensors = {key: tensor[:, start:stop] for key, tensor in self.tensors.items()}
         return part
 
-    def lend(self, steps: int, batched: bool, on_return: Callable[[], None]) -> TensorDict:
-        """Return the first `steps` steps as a batch of views, `[N, steps]` or `[steps]`."""
-        views = self.layout.batch(self.memory.lend(on_return), steps, batched)
-        if batched:
-            return TensorDict(nest(views), [self.layout.envs, steps], names=[None, "time"])
-        return TensorDict(nest(views), [steps], names=["time"])
+    def lend(self, steps: int, lead: tuple[int, ...], on_return: Callable[[], None]) -> TensorDict:
+        """Return the first `steps` steps as a batch of views `[*lead, steps]`; see `Layout`."""
+        views = self.layout.batch(self.memory.lend(on_return), steps, lead)
+        names = [*[None] * len(lead), "time"]
+        return TensorDict(nest(views), [*lead, steps], names=names)
 
 
 class SlabPool:
@@ -118,6 +165,6 @@ class SlabPool:
         """Take back a slab that was never lent, or that nobody views any more."""
         self._free.append(slab)
 
-    def lend(self, slab: Slab, steps: int, batched: bool) -> TensorDict:
+    def lend(self, slab: Slab, steps: int, lead: tuple[int, ...]) -> TensorDict:
         """Return the slab as a batch; it comes back by itself."""
-        return slab.lend(steps, batched, lambda: self.give_back(slab))
+        return slab.lend(steps, lead, lambda: self.give_back(slab))

@@ -37,8 +37,8 @@ class Episodes:
 
     def add(
         self, reward: np.ndarray, ends: Sequence[tuple[int, int]], mask: np.ndarray | None
-    ) -> None:
-        """Account for one rollout.
+    ) -> list[tuple[float, int]]:
+        """Account for one rollout and return the return and length of each that ended.
 
         Args:
             reward: `[T, N]`.
@@ -46,24 +46,29 @@ class Episodes:
             mask: `[T, N]`, False where a row is no transition.
         """
         if not len(reward):
-            return
+            return []
+        finished = []
         total = np.cumsum(reward if mask is None else np.where(mask, reward, 0), 0, np.float64)
         steps = None if mask is None else np.cumsum(mask, 0)
         from_return, from_length = -self._returns, -self._lengths
         for t, i in ends:
             frames = t + 1 if steps is None else int(steps[t, i])
-            self._record(float(total[t, i] - from_return[i]), int(frames - from_length[i]))
+            finished.append((float(total[t, i] - from_return[i]), int(frames - from_length[i])))
             from_return[i], from_length[i] = total[t, i], frames
         self._returns = total[-1] - from_return
         self._lengths = (len(reward) if steps is None else steps[-1]) - from_length
+        self.record(finished)
+        return finished
 
-    def _record(self, value: float, length: int) -> None:
-        self.count += 1
-        self._recent.append((value, length))
-        for n, x in enumerate((value, length)):
-            self._sums[n] += x
-            self._lows[n] = min(self._lows[n], x)
-            self._highs[n] = max(self._highs[n], x)
+    def record(self, finished: Sequence[tuple[float, int]]) -> None:
+        """Count episodes that have ended, by return and length."""
+        self.count += len(finished)
+        self._recent.extend(finished)
+        for pair in finished:
+            for n, x in enumerate(pair):
+                self._sums[n] += x
+                self._lows[n] = min(self._lows[n], x)
+                self._highs[n] = max(self._highs[n], x)
 
     def as_dict(self) -> dict[str, Any]:
         """Return count, and mean, min, max and mean of the last 100 of return and length."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 __all__ = ["SAMPLE_EVERY", "Shares"]
 
@@ -20,6 +20,11 @@ class Shares:
     sampled_steps: int = 0
     steps: int = 0
     wall: float = 0.0
+
+    def add(self, other: Shares) -> None:
+        """Add what another worker saw."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
     def as_dict(self) -> dict[str, float]:
         """Return the share of the wall time that went to env, policy and rest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from swath.errors import PolicyError, SwathError, UsageError
 from swath.policies.base import Interface, Policy, State, TorchPolicy
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
 from swath.policies.outputs import check_range, to_array
-from swath.policies.probing import attempt, same_values, takes_batch_of_one
+from swath.policies.probing import attempt, modules_of, same_values, takes_batch_of_one
 from swath.policies.random import ActionSampler, RandomPolicy, UniformPolicy
 from swath.policies.shortcuts import installed
 from swath.policies.tensordicts import TensorDictPolicy, is_tensordict_policy
@@ -28,6 +28,8 @@ __all__ = [
     "UniformPolicy",
     "as_policy",
     "check_range",
+    "made_by",
+    "policy_module",
     "probe",
     "to_array",
 ]
@@ -46,6 +48,25 @@ def as_policy(policy: Any, interface: Interface, sampler: ActionSampler) -> Poli
     if is_tensordict_policy(policy):
         return TensorDictPolicy(interface, policy)
     return CallablePolicy(interface, policy)
+
+
+def made_by(factory: Callable[[], Any]) -> Any:
+    """Return the policy that a `policy_factory` makes."""
+    made = factory()
+    if made is None:
+        raise UsageError(
+            f"policy_factory {factory!r} returned None; it must return a policy. Leave it out for "
+            "random actions."
+        )
+    return made
+
+
+def policy_module(policy: Any) -> torch.nn.Module | None:
+    """Return the module that holds the weights of a policy, if it has any."""
+    modules = modules_of(policy)
+    if len(modules) == 1:
+        return modules[0]
+    return torch.nn.ModuleList(modules) if modules else None
 
 
 def _is_blank_random(policy: Any) -> bool:

@@ -15,7 +15,7 @@ from swath.memory import Field, Slab, torch_dtype
 from swath.policies import Interface, Policy
 from swath.rollout import keys
 from swath.rollout.keys import following
-from swath.tree import Key, nest
+from swath.tree import Key, Leaf, nest
 
 __all__ = [
     "ROOT_FLAGS",
@@ -67,9 +67,10 @@ def env_fields(
     return [*fields, *info_fields]
 
 
-def own_fields(random: bool) -> list[Field]:
+def own_fields(*, random: bool, worker: bool) -> list[Field]:
     """Return the fields that say where a frame comes from."""
-    fields = [Field(key, (), torch.int64) for key in (keys.TRAJ_IDS, keys.POLICY_VERSION)]
+    named = [keys.TRAJ_IDS, keys.POLICY_VERSION, *[keys.WORKER] * worker]
+    fields = [Field(key, (), torch.int64) for key in named]
     return [*fields, Field(keys.RANDOM, (), torch.bool)] if random else fields
 
 
@@ -162,7 +163,7 @@ def fill_ids(
     return next_id + len(ends)
 
 
-def final_table(slab: Slab, interface: Interface, steps: int) -> NonTensorData:
+def final_table(slab: Slab, observations: Sequence[Leaf], steps: int) -> NonTensorData:
     """Return the observations that no other row of a compact rollout holds, and point to them.
 
     These are the last observations of ended trajectories and those after the last row. Column
@@ -175,6 +176,6 @@ def final_table(slab: Slab, interface: Interface, steps: int) -> NonTensorData:
     index[ends] = np.arange(int(ends.sum()))
     table = {
         leaf.key: torch.from_numpy(slab.arrays[following(leaf.key)][:steps][ends])
-        for leaf in interface.observations
+        for leaf in observations
     }
     return NonTensorData(TensorDict(nest(table), [int(ends.sum())]))

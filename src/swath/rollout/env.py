@@ -49,6 +49,8 @@ class EnvGroup(Protocol):
     """Any env can be reset at any time."""
     freezes: bool
     """Envs that ended can be left alone while others go on."""
+    needs_shared_memory: bool
+    """The envs live in other processes, so a slab must be in memory that those can map."""
 
     @property
     def info_fields(self) -> list[Field]:

@@ -20,6 +20,7 @@ __all__ = [
     "TERMINATED",
     "TRAJ_IDS",
     "TRUNCATED",
+    "WORKER",
     "following",
 ]
 
@@ -36,6 +37,7 @@ TRAJ_IDS: Key = ("collector", "traj_ids")
 POLICY_VERSION: Key = ("collector", "policy_version")
 MASK: Key = ("collector", "mask")
 RANDOM: Key = ("collector", "random")
+WORKER: Key = ("collector", "worker")
 FINAL: Key = ("collector", "final")
 FINAL_OBS: Key = ("collector", "final_obs")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -23,15 +23,19 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
 from swath.errors import EnvError, PolicyError, SwathError, UsageError
-from swath.memory import Field, HeapMemory, Layout, MemoryOrder, Slab, SlabPool
+from swath.memory import Field, HeapMemory, Layout, MemoryOrder, SharedMemory, Slab, SlabPool
 from swath.observe import Episodes, Shares
 from swath.policies import ActionSampler, Interface, Policy, as_policy, probe
+from swath.policies.base import Act
 from swath.rollout import columns, keys, loop
 from swath.rollout.env import CallFailed, EnvGroup
 from swath.rollout.warmup import RandomFrames
 from swath.seeding import RandomState, env_seed
+from swath.tree import Leaf
 
-__all__ = ["Filled", "Plan", "Runner"]
+__all__ = ["Filled", "Plan", "Runner", "lend"]
+
+Settle = Callable[[int, Sequence[int]], bool]
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -53,7 +57,16 @@ class Plan:
     compile_policy: dict[str, Any] | None = None
     seed: int | None = None
     first_env: int = 0
+    """The global index of the first env."""
+    first_stream: int | None = None
+    """The index of its random stream, if that is another: a restarted worker gets fresh ones."""
     first_traj_id: int = 0
+    worker: int | None = None
+    """The number of the worker, for messages."""
+    marks_worker: bool = False
+    """It is stored with each frame."""
+    masked: bool = False
+    """There is a mask, though all rows are frames: whoever joins rollouts may need it."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +93,16 @@ class Runner:
     def __init__(
         self, group: EnvGroup, policy: Any, plan: Plan, sampler: ActionSampler | None = None
     ) -> None:
+        _check(group, plan)
         self.group, self.user_policy, self.plan = group, policy, plan
         n = group.num_envs
         self.interface = Interface(
             group.observation_space, group.action_space, n, batched=group.batched
         )
         self.indices = range(plan.first_env, plan.first_env + n)
-        self.sampler = sampler or ActionSampler(self.interface.actions, self.indices)
+        first = plan.first_env if plan.first_stream is None else plan.first_stream
+        self.streams = range(first, first + n)
+        self.sampler = sampler or ActionSampler(self.interface.actions, self.streams)
         self.random_frames = RandomFrames(self.sampler, plan.init_random_frames)
         self.episodes, self.shares = Episodes(n), Shares()
         self.version = self.steps_made = self.frames_made = 0
@@ -96,6 +112,8 @@ class Runner:
         self.random_state: RandomState | None = None
         self._seed: int | None = None
         self.partial: Filled | None = None
+        self.finished: list[tuple[float, int]] = []
+        """Return and length of the episodes that ended in the last rollout."""
         self._filled = 0
         self._ends: list[tuple[int, int]] = []
         if plan.seed is not None:
@@ -112,14 +130,14 @@ class Runner:
         self._needs_reset = True
         self._first_reset()
         self.layout = Layout(self._fields(), plan.steps, n, plan.memory_order)
-        self.pool = SlabPool(lambda: Slab(self.layout, HeapMemory(self.layout.nbytes)))
+        self.pool = SlabPool(lambda: self._new_slab(self.layout))
 
     # -- construction ---------------------------------------------------------------------------
 
     def _first_reset(self) -> None:
         """Reset the envs into a slab of one step, and show the policy what it will see."""
         slab_layout = Layout(self._env_fields(), 1, self.group.num_envs)
-        slab = Slab(slab_layout, HeapMemory(slab_layout.nbytes))
+        slab = self._new_slab(slab_layout)
         columns.clear(slab)
         carried = [p.field.key for p in slab_layout.places.values() if p.field.carried]
         with self._surroundings():
@@ -129,28 +147,34 @@ class Runner:
             rows = {key: slab.tensors[key][index].clone() for key in carried}
             probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
 
+    def _new_slab(self, layout: Layout) -> Slab:
+        shared = getattr(self.group, "needs_shared_memory", False)
+        memory = SharedMemory if shared else HeapMemory
+        return Slab(layout, memory(layout.nbytes))
+
     def _env_fields(self) -> list[Field]:
         """Return the fields that do not depend on what the policy writes."""
         return columns.env_fields(
             self.interface,
             self.group.info_fields,
             self.policy,
-            masked=self.group.skips_rows or not self.plan.reset_when_done,
+            masked=self.plan.masked or self.group.skips_rows or not self.plan.reset_when_done,
             compact=self.plan.compact_obs,
         )
 
     def _fields(self) -> list[Field]:
         random = self.plan.init_random_frames > 0
-        return [*self._env_fields(), *self.policy.extras, *columns.own_fields(random)]
+        own = columns.own_fields(random=random, worker=self.plan.marks_worker)
+        return [*self._env_fields(), *self.policy.extras, *own]
 
     # -- seeds and resets -----------------------------------------------------------------------
 
     def set_seed(self, seed: int) -> None:
         """Restart every random stream; the next rollout starts with fresh episodes."""
         self._seed = seed
-        self.group.seed([env_seed(seed, index) for index in self.indices])
+        self.group.seed([env_seed(seed, index) for index in self.streams])
         self.sampler.seed(seed)
-        self.random_state = RandomState(seed)
+        self.random_state = RandomState(seed, self.streams[0])
         self._needs_reset = True
 
     def reset(self) -> None:
@@ -180,21 +204,40 @@ class Runner:
         """Whether every env has ended and none is to be reset."""
         return bool(self.frozen.all()) and not self._needs_reset
 
+    @property
+    def open_ids(self) -> list[int]:
+        """The trajectories that go on in the next rollout."""
+        return [] if self._needs_reset else self.traj_ids.tolist()
+
     # -- a rollout ------------------------------------------------------------------------------
 
-    def collect(self, steps: int | None = None) -> Filled:
-        """Make one rollout and return the slab that holds it."""
+    def collect(
+        self,
+        steps: int | None = None,
+        slab: Slab | None = None,
+        refresh: Callable[[], int] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Filled:
+        """Make one rollout and return the slab that holds it.
+
+        Args:
+            steps: How many steps; as planned by default.
+            slab: Where to; from the runner's own pool by default.
+            refresh: Called before each forward pass; returns the version of the weights.
+            stop: Called after each step; True ends the rollout there.
+        """
         steps = self.plan.steps if steps is None else steps
         started = perf_counter()
-        slab = self.pool.take()
-        self._filled, self._ends = 0, []
+        slab = self.pool.take() if slab is None else slab
+        self._filled, self._ends, self._versions = 0, [], [(0, self.version)]
         try:
             with self._surroundings():
                 self._begin(slab)
                 self._envs = self.group.bind(slab, bare=True)
-                settle = self._settler(slab)
+                settle = _stopping(self._settler(slab), stop)
                 with self.policy.bound(slab, steps) as act:
                     act = self.random_frames.wrap(act, self, slab, steps)
+                    act = self._refreshing(act, refresh)
                     loop.run(steps, act, self._envs.step, settle, self.shares)
         except CallFailed as failure:
             located = self._located(failure)
@@ -210,23 +253,15 @@ class Runner:
             if not isinstance(error, SwathError):
                 text = f"the policy raised {type(error).__name__}: {error}; see the cause above"
                 cause = error
-            raise PolicyError(text, step=step, seed=self._seed) from cause
+            where = {"worker": self.plan.worker, "step": step, "seed": self._seed}
+            raise PolicyError(text, **where) from cause
         finally:
             self.shares.wall += perf_counter() - started
         return self._finish(slab, self._filled)
 
     def lend(self, filled: Filled) -> TensorDict:
         """Return a rollout as a batch; its slab comes back when nobody views it any more."""
-        table = None
-        if self.plan.compact_obs:
-            table = columns.final_table(filled.slab, self.interface, filled.steps)
-        batch = self.pool.lend(filled.slab, filled.steps, self.interface.batched)
-        if table is not None:
-            batch.set(keys.FINAL_OBS, table)
-        if filled.mask is not None:
-            mask = torch.from_numpy(filled.mask)
-            batch.set(keys.MASK, mask.T.contiguous() if self.interface.batched else mask[:, 0])
-        return batch
+        return lend(self.pool, filled, self.interface.observations, self.interface.batch_shape)
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -251,7 +286,21 @@ class Runner:
         if self.frozen.any():
             columns.hold(slab, np.flatnonzero(self.frozen), 0)
 
-    def _settler(self, slab: Slab) -> Any:
+    def _refreshing(self, act: Act, refresh: Callable[[], int] | None) -> Act:
+        """Return `act` with a look at the newest weights before each forward pass."""
+        if refresh is None:
+            return act
+
+        def act_fresh(t: int) -> None:
+            version = refresh()
+            if version != self.version:
+                self.version = version
+                self._versions.append((t, version))
+            act(t)
+
+        return act_fresh
+
+    def _settler(self, slab: Slab) -> Settle:
         """Return the function that closes row t of this slab."""
         pairs = columns.next_pairs(slab, self.interface, self.policy, self.plan.compact_obs)
 
@@ -327,7 +376,10 @@ class Runner:
         self.next_traj_id = columns.fill_ids(
             slab, steps, self.traj_ids, self._ends if renew else (), self.next_traj_id
         )
-        slab.arrays[keys.POLICY_VERSION][:steps] = self.version
+        for t, version in self._versions:
+            slab.arrays[keys.POLICY_VERSION][t:steps] = version
+        if plan.marks_worker:
+            slab.arrays[keys.WORKER][:steps] = plan.worker
         if steps and plan.compact_obs:
             still_open = np.flatnonzero(~slab.arrays[keys.NEXT_DONE][steps - 1, :, 0])
             columns.keep_final(slab, self.interface, steps - 1, still_open)
@@ -336,7 +388,8 @@ class Runner:
             if plan.reset_at_each_iter:
                 self._ends.extend((steps - 1, int(i)) for i in cut)
                 self._needs_reset = True
-        self.episodes.add(slab.arrays[keys.REWARD][:steps, :, 0], self._ends, mask)
+        reward = slab.arrays[keys.REWARD][:steps, :, 0]
+        self.finished = self.episodes.add(reward, self._ends, mask)
         for key, row in self._carry.items():
             row[...] = slab.arrays[key][steps]
         self.steps_made += steps
@@ -373,10 +426,10 @@ class Runner:
         )
         step = self.steps_made + self._filled
         if failure.index is None:
-            return EnvError(text, step=step, seed=self._seed)
+            return EnvError(text, worker=self.plan.worker, step=step, seed=self._seed)
         index = self.indices[failure.index]
-        seed = None if self._seed is None else env_seed(self._seed, index)
-        return EnvError(text, env=index, step=step, seed=seed)
+        seed = None if self._seed is None else env_seed(self._seed, self.streams[failure.index])
+        return EnvError(text, worker=self.plan.worker, env=index, step=step, seed=seed)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -423,6 +476,44 @@ class Runner:
             self._needs_reset = True
         else:
             self.group.restore(state["envs"])
+
+
+def lend(
+    pool: SlabPool, filled: Filled, observations: Sequence[Leaf], lead: tuple[int, ...]
+) -> TensorDict:
+    """Return a rollout as a batch `[*lead, T]` of views on its slab, which comes back by itself."""
+    slab, steps = filled.slab, filled.steps
+    table = None
+    if keys.FINAL in slab.arrays:
+        table = columns.final_table(slab, observations, steps)
+    batch = pool.lend(slab, steps, lead)
+    if table is not None:
+        batch.set(keys.FINAL_OBS, table)
+    if filled.mask is not None:
+        mask = torch.from_numpy(filled.mask).T.reshape(*lead, steps)
+        batch.set(keys.MASK, mask.contiguous())
+    return batch
+
+
+def _check(group: EnvGroup, plan: Plan) -> None:
+    """Refuse what these envs cannot do."""
+    if plan.max_frames_per_traj is not None and not group.resets_singly:
+        raise UsageError(
+            "max_frames_per_traj needs envs that can be reset one by one, which this vector env "
+            "cannot. Limit the episodes inside the env (gymnasium.wrappers.TimeLimit)."
+        )
+    if not plan.reset_when_done and not group.freezes:
+        raise UsageError(
+            "reset_when_done=False needs envs that can be stepped one by one, which a vector env "
+            "cannot. Pass a list of env makers or a SerialEnv."
+        )
+
+
+def _stopping(settle: Settle, stop: Callable[[], bool] | None) -> Settle:
+    """Return `settle` with a look, after each step, at whether the rollout is to end."""
+    if stop is None:
+        return settle
+    return lambda t, ended: settle(t, ended) or stop()
 
 
 def _limits(group: EnvGroup, longest: int | None) -> list[int] | None:

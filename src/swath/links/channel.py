@@ -1,0 +1,82 @@
+"""Messages and file descriptors over a pair of Unix sockets.
+
+```
+ | length, 8 bytes, with up to 8 descriptors beside it | pickled message |
+```
+
+The end of the other side is an `EOFError`, here and there, at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Channel"]
+
+_LENGTH = struct.Struct("=Q")
+_MOST_DESCRIPTORS = 8
+
+
+class Channel:
+    """One end of a connection; one thread at a time may send, and one receive."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """Return a channel and the socket for its other end."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on for messages."""
+        return self._socket.fileno()
+
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, and open files beside it."""
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            socket.send_fds(self._socket, [_LENGTH.pack(len(body))], list(descriptors))
+            self._socket.sendall(body)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError("the other side is gone") from error
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """Wait for a message and return it with the files that came beside it."""
+        head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MOST_DESCRIPTORS)
+        if not head:
+            raise EOFError("the other side is gone")
+        head += self._exactly(_LENGTH.size - len(head))
+        return pickle.loads(self._exactly(_LENGTH.unpack(head)[0])), descriptors
+
+    def _exactly(self, count: int) -> bytearray:
+        body = bytearray(count)
+        view = memoryview(body)
+        while view:
+            try:
+                got = self._socket.recv_into(view)
+            except ConnectionResetError:
+                got = 0
+            if not got:
+                raise EOFError("the other side is gone")
+            view = view[got:]
+        return body
+
+    def close(self) -> None:
+        """Close this end; the other side sees an EOFError."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors, whether they are open or not."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

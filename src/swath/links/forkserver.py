@@ -1,0 +1,187 @@
+"""A process that has imported torch once and forks workers on request.
+
+```
+ your process --request, 3 descriptors--> fork server --fork--> worker
+      |  <------------ pid ------------------'   |                |
+      |  <------------ exit status --------------'                |
+      '------------------- channel -------------------------------'
+```
+
+The fork server owns nothing but its children. It ends, and they with it, when the socket to your
+process closes or your process ends in any other way. It has one thread and never runs user code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import random
+import selectors
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from swath.links.channel import Channel, close_all
+
+__all__ = ["PRELOAD", "STATUS", "serve"]
+
+PRELOAD = ("torch", "tensordict", "gymnasium", "cloudpickle", "swath.workers.body")
+STATUS = struct.Struct("=q")
+_PDEATHSIG = 1
+
+in_worker: int | None = None
+"""In a process that a fork server made: its process id."""
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Run as the program of the fork server."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for your process, which tells us
+    for name in PRELOAD:
+        importlib.import_module(name)
+    serve(socket.socket(fileno=descriptor), parent)
+
+
+def serve(requests: socket.socket, parent: int) -> None:
+    """Fork a worker for each request, until the requests or the parent process end."""
+    gc.collect()
+    gc.freeze()  # so that collections in workers do not copy every page of the imports
+    alarm, wakeup = socket.socketpair()
+    for end in (alarm, wakeup):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    selector = selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
+    selector.register(alarm, selectors.EVENT_READ)
+    watched = _watch(parent)
+    if watched is not None:
+        selector.register(watched, selectors.EVENT_READ)
+    statuses: dict[int, int] = {}
+    while True:
+        ready = {key.fileobj for key, _ in selector.select()}
+        if watched in ready:
+            break
+        if alarm in ready:
+            alarm.recv(4096)
+        _reap(statuses)
+        if requests in ready and not _answer(requests, statuses, [alarm, wakeup, selector]):
+            break
+    for pid in statuses:
+        os.kill(pid, signal.SIGKILL)
+
+
+def serve_as_fork(requests: socket.socket, parent: int) -> None:
+    """Turn a fresh fork of a worker into the fork server of that worker; does not return."""
+    try:
+        _die_with(parent)
+        kept = requests.fileno()
+        os.closerange(3, kept)
+        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+        serve(requests, parent)
+    finally:
+        os._exit(0)
+
+
+def _watch(parent: int) -> int | None:
+    try:
+        return os.pidfd_open(parent)
+    except (AttributeError, OSError):  # not Linux, or an old one: the socket tells, mostly
+        return None
+
+
+def _reap(statuses: dict[int, int]) -> None:
+    """Tell how workers ended that have ended."""
+    while statuses:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        descriptor = statuses.pop(pid)
+        code = os.waitstatus_to_exitcode(status)
+        try:
+            os.write(descriptor, STATUS.pack(code))
+        except BrokenPipeError:  # nobody wants to know
+            pass
+        os.close(descriptor)
+
+
+def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[Any]) -> bool:
+    """Fork one worker; False if nobody is there to ask any more."""
+    head, descriptors, _, _ = socket.recv_fds(requests, 1, 8)
+    if not head:
+        return False
+    *for_worker, status = descriptors
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for thing in (requests, *own):
+            thing.close()
+        close_all([status, *statuses.values()])
+        become_worker(for_worker, server)
+    close_all(for_worker)
+    statuses[pid] = status
+    requests.sendall(STATUS.pack(pid))
+    return True
+
+
+def become_worker(descriptors: Sequence[int], parent: int) -> None:
+    """Run what the channel says in this fresh process, and end it; does not return."""
+    global in_worker
+    code, in_worker = 1, os.getpid()
+    try:
+        _die_with(parent)
+        channel, output, errors = descriptors
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        close_all([output, errors])
+        _run(Channel(socket.socket(fileno=channel)))
+        code = 0
+    except EOFError:  # your process is gone, or does not want us
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                pass
+        os._exit(code)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends; elsewhere the parent does it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before we said so
+            os._exit(0)
+
+
+def _run(channel: Channel) -> None:
+    surroundings, _ = channel.receive()
+    os.environ.clear()
+    os.environ.update(surroundings["environ"])
+    os.chdir(surroundings["cwd"])
+    sys.path[:], sys.argv[:] = surroundings["path"], surroundings["argv"]
+    _reseed()
+    module, name = surroundings["target"]
+    getattr(importlib.import_module(module), name)(channel, surroundings["payload"])
+
+
+def _reseed() -> None:
+    """Give this process random states of its own: forked ones start with equal states."""
+    import numpy as np
+    import torch
+
+    random.seed()
+    np.random.seed()
+    torch.seed()

@@ -1,0 +1,204 @@
+"""Starting worker processes.
+
+Workers are forked from a server that has imported torch already, so that one more costs
+milliseconds. Nothing of `__main__` is run again: no guard is needed in scripts. The server starts
+with the first worker and serves for the life of this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+from swath.links import forkserver
+from swath.links.channel import Channel, close_all
+from swath.links.forkserver import STATUS
+
+__all__ = ["Launched", "launch", "server_pid", "stop_server"]
+
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_START = (
+    "import sys; sys.path[:] = {path!r}; from swath.links.forkserver import main; "
+    "main({descriptor}, {parent})"
+)
+
+
+class Launched:
+    """A worker process: its channel, and a sentinel that is ready once the process has ended."""
+
+    def __init__(self, pid: int, channel: Channel, sentinel: int) -> None:
+        self.pid, self.channel, self.sentinel = pid, channel, sentinel
+        self._code: int | None = None
+        self._closed = False
+
+    def exit_code(self, timeout: float | None = 0.0) -> int | None:
+        """Return how the process ended (minus the signal if by one); None if it runs still."""
+        if self._code is None and not self._closed and wait([self.sentinel], timeout):
+            told = os.read(self.sentinel, STATUS.size)
+            self._code = STATUS.unpack(told)[0] if told else -signal.SIGKILL
+        return self._code
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing."""
+        if self.exit_code() is None and not self._closed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until the process has ended, kill it after `timeout` seconds, and let go of it."""
+        if self._closed:
+            return
+        if self.exit_code(timeout) is None:
+            self.kill()
+            self.exit_code(None)
+        self._closed = True
+        self.channel.close()
+        os.close(self.sentinel)
+
+
+def launch(target: Callable[[Channel, bytes], None], payload: bytes) -> Launched:
+    """Start a process that calls `target(channel, payload)`.
+
+    Args:
+        target: A function of an importable module.
+        payload: What it needs, as bytes.
+    """
+    ours, theirs = Channel.pair()
+    sentinel, status = os.pipe()
+    output, errors = _output(1), _output(2)
+    given = [theirs.fileno(), output, errors, status]
+    try:
+        pid = _fork(given)
+    except BaseException:
+        ours.close()
+        os.close(sentinel)
+        raise
+    finally:
+        theirs.close()
+        close_all([output, errors, status])
+    surroundings = {
+        "environ": dict(os.environ),
+        "cwd": os.getcwd(),
+        "path": list(sys.path),
+        "argv": list(sys.argv),
+        "target": (target.__module__, target.__name__),
+        "payload": payload,
+    }
+    with contextlib.suppress(EOFError):  # it has died already: the sentinel tells
+        ours.send(surroundings)
+    return Launched(pid, ours, sentinel)
+
+
+def _output(number: int) -> int:
+    """Return a copy of where this process writes, or nowhere."""
+    try:
+        return os.dup(number)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+class _Server:
+    """This process's end of a fork server."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair()
+        # A worker has all imports already, and one thread: a fork of it can serve its own workers.
+        start = _start_program if forkserver.in_worker is None else _start_fork
+        self.pid, self._wait = start(theirs, self._socket)
+        theirs.close()
+
+    def fork(self, descriptors: list[int]) -> int:
+        """Return the pid of a new worker that holds these descriptors."""
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [b"f"], descriptors)
+                told = self._socket.recv(STATUS.size, socket.MSG_WAITALL)
+            except (BrokenPipeError, ConnectionResetError):
+                told = b""
+        if not told:
+            raise ServerGone
+        return int(STATUS.unpack(told)[0])
+
+    def stop(self) -> None:
+        """End the server, and with it all workers."""
+        self._socket.close()
+        self._wait()
+
+
+class ServerGone(Exception):
+    """The fork server was killed."""
+
+
+def _start_program(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callable[[], Any]]:
+    start = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", start],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**dict.fromkeys(_THREADS, "1"), **os.environ},
+    )
+    return process.pid, process.wait
+
+
+def _start_fork(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callable[[], Any]]:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        forkserver.serve_as_fork(theirs, parent)
+    return pid, lambda: os.waitpid(pid, 0)
+
+
+_current: _Server | None = None
+_guard = threading.Lock()
+
+
+def _fork(descriptors: list[int]) -> int:
+    """Return the pid of a new worker, from a new server if there is none or it was killed."""
+    global _current
+    with _guard:
+        if _current is None:
+            _current = _Server()
+            return _current.fork(descriptors)
+        try:
+            return _current.fork(descriptors)
+        except ServerGone:
+            _current.stop()
+            _current = _Server()
+            return _current.fork(descriptors)
+
+
+def server_pid() -> int | None:
+    """Return the process id of the fork server, if one runs."""
+    return None if _current is None else _current.pid
+
+
+@atexit.register
+def stop_server() -> None:
+    """End the fork server; the next `launch` starts another."""
+    global _current
+    with _guard:
+        if _current is not None:
+            _current.stop()
+            _current = None
+
+
+def _forget() -> None:
+    """In a fork of this process: the server is not ours."""
+    global _current, _guard
+    if _current is not None:
+        _current._socket.close()
+    _current, _guard = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

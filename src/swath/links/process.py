@@ -1,0 +1,103 @@
+"""The link between your process and a worker process on the same machine.
+
+```
+  your process                                                    worker process
+  ProcessLink  ---- messages, descriptors of shared memory --->   ProcessPort
+      |        <--- messages -----------------------------------      |
+      |        ==== flags: one word, "stop this rollout" ========>    |
+      '-------- sentinel: ready once the process has ended ---'
+```
+
+Your process owns all memory and makes it; the worker only maps it. Slabs and weights never travel:
+a message names memory that both sides see. The order of shutdown: flag, `close` message, wait,
+kill after the time limit, channel and sentinel closed; memory goes when the last view of it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from swath.links.channel import Channel
+from swath.links.launch import launch
+from swath.memory import SharedMemory
+
+__all__ = ["ProcessLink", "ProcessPort"]
+
+
+class ProcessLink:
+    """Your process's end.
+
+    Args:
+        target: What the worker runs: an importable function of a channel and of the payload.
+        payload: What it needs, as bytes.
+    """
+
+    def __init__(self, target: Callable[[Channel, bytes], None], payload: bytes) -> None:
+        self._process = launch(target, payload)
+        self.pid, self.sentinel = self._process.pid, self._process.sentinel
+        flag = SharedMemory(1)
+        self._flag = flag.array
+        self._send_at_first(flag)
+
+    def _send_at_first(self, flag: SharedMemory) -> None:
+        try:
+            self.send(None, [flag])
+        except EOFError:  # it has died already, as the sentinel tells
+            pass
+        flag.close_descriptor()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on for messages."""
+        return self._process.channel.fileno()
+
+    def send(self, message: Any, memories: Sequence[SharedMemory] = ()) -> None:
+        """Send a message, and memory to map; EOFError if the worker is gone."""
+        descriptors = [memory.descriptor for memory in memories]
+        sizes = [memory.nbytes for memory in memories]
+        self._process.channel.send((message, sizes), descriptors)  # type: ignore[arg-type]
+
+    def receive(self) -> Any:
+        """Wait for a message and return it; EOFError if the worker is gone."""
+        return self._process.channel.receive()[0]
+
+    def interrupt(self, on: bool = True) -> None:
+        """Ask the worker to end the rollout that it is in after the step that it is in."""
+        self._flag[0] = on
+
+    def exit_code(self, timeout: float | None = 0.0) -> int | None:
+        """Return how the process ended; None if it has not."""
+        return self._process.exit_code(timeout)
+
+    def kill(self) -> None:
+        """End the worker, whatever it is doing."""
+        self._process.kill()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Let go of the worker once it has ended; kill it after `timeout` seconds."""
+        self._process.close(timeout)
+
+
+class ProcessPort:
+    """The worker's end."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        _, (flag,) = self.receive()
+        self._flag = memoryview(flag.array)
+
+    def receive(self) -> tuple[Any, list[SharedMemory]]:
+        """Wait for a message and return it with the memory that came beside it."""
+        (message, sizes), descriptors = self._channel.receive()
+        memories = [SharedMemory(*pair) for pair in zip(sizes, descriptors, strict=True)]
+        for memory in memories:
+            memory.close_descriptor()
+        return message, memories
+
+    def send(self, message: Any) -> None:
+        """Send a message."""
+        self._channel.send(message)
+
+    def interrupted(self) -> bool:
+        """Tell whether the rollout is to end."""
+        return bool(self._flag[0])

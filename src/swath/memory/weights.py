@@ -1,0 +1,175 @@
+"""All weights of a policy in one block, published by one process and taken by many.
+
+```
+ words:   target of reader 0, 1, ... | stamp of buffer 0, 1, ...
+ buffers: | all tensors | all tensors | ...        two more than there are readers
+```
+
+The publisher writes into a buffer that no reader is directed to, then directs readers there by
+storing one word each: version and buffer in one. A buffer's stamp is odd while it is written, so a
+reader that was so slow that its buffer was written again sees that, and takes the newer one. No
+reader ever waits, and none can hold the publisher up, dead or alive. Buffers that were never used
+take no memory.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from swath.errors import UsageError
+from swath.memory.layout import ALIGNMENT
+from swath.memory.slab import SharedMemory
+
+__all__ = ["WeightBlock", "WeightSpec", "copy_weights", "named_weights"]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """The tensors of a policy, by name: what may be published to it."""
+
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    optional: frozenset[str]
+    """Buffers that are no part of a state dict."""
+    others: frozenset[str]
+    """Further names of the same tensors (tied weights)."""
+
+    @classmethod
+    def of(cls, module: torch.nn.Module | None) -> WeightSpec:
+        """Return the spec of a module; that of None is empty."""
+        if module is None:
+            return cls({}, frozenset(), frozenset())
+        own, saved = named_weights(module), set(module.state_dict())
+        shapes = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
+        return cls(shapes, frozenset(set(own) - saved), frozenset(saved - set(own)))
+
+    def fit(self, source: Any) -> dict[str, torch.Tensor]:
+        """Return the tensors of a module, a state dict or a TensorDict, or say what is wrong."""
+        given = named_weights(source)
+        unknown = [name for name in given if name not in self.shapes and name not in self.others]
+        missing = [name for name in self.shapes if name not in given and name not in self.optional]
+        if unknown or missing:
+            raise UsageError(
+                f"these weights do not fit the policy: missing {missing}, unknown {unknown}."
+            )
+        fitting = {name: given[name] for name in self.shapes if name in given}
+        for name, value in fitting.items():
+            if tuple(value.shape) != self.shapes[name][0]:
+                raise UsageError(
+                    f"these weights do not fit the policy: {name} has shape {tuple(value.shape)}, "
+                    f"{self.shapes[name][0]} was expected."
+                )
+        return fitting
+
+
+def named_weights(source: Any) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name; tied ones once."""
+    if isinstance(source, torch.nn.Module):
+        return {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    if isinstance(source, TensorDictBase):
+        return dict(source.flatten_keys(".").items())
+    if isinstance(source, Mapping):
+        return {str(name): torch.as_tensor(value) for name, value in source.items()}
+    raise UsageError(
+        f"weights must be a module, a state dict or a TensorDict; got {type(source).__name__}."
+    )
+
+
+@torch.no_grad()
+def copy_weights(source: Any, module: torch.nn.Module) -> None:
+    """Copy weights into a module in this process; the source is only read."""
+    own = named_weights(module)
+    for name, value in WeightSpec.of(module).fit(source).items():
+        own[name].copy_(value)
+
+
+class WeightBlock:
+    """Memory that a publisher and its readers share.
+
+    Args:
+        spec: What is published.
+        readers: How many take it.
+        memory: That the publisher made; None in the publisher.
+    """
+
+    def __init__(self, spec: WeightSpec, readers: int, memory: SharedMemory | None = None) -> None:
+        self._spec, self._readers, self._count = spec, readers, readers + 2
+        places, size = {}, 0
+        for name, (shape, dtype) in spec.shapes.items():
+            places[name] = size
+            size += _aligned(math.prod(shape) * dtype.itemsize)
+        words = readers + self._count
+        start = _aligned(8 * words)
+        self.memory = memory or SharedMemory(start + self._count * size)
+        self._words = self.memory.array[: 8 * words].view(np.int64)
+        self._stamps = self._words[readers:]
+        block = torch.from_numpy(self.memory.array)
+        self._buffers = [
+            {
+                name: _view(block, start + number * size + place, *spec.shapes[name])
+                for name, place in places.items()
+            }
+            for number in range(self._count)
+        ]
+        self._order = list(range(self._count))  # the least recently used first
+        self._fence = threading.Lock()
+
+    @torch.no_grad()
+    def publish(self, source: Any, version: int, readers: Sequence[int]) -> None:
+        """Copy weights into the block, once, and direct these readers to them."""
+        fitting = self._spec.fit(source)
+        taken = {int(word) % self._count for word in self._words[: self._readers]}
+        newest = self._order[-1]
+        number = next(one for one in self._order if one not in taken and one != newest)
+        self._stamps[number] += 1
+        self._ordered()
+        for name, view in self._buffers[number].items():
+            view.copy_(fitting[name] if name in fitting else self._buffers[newest][name])
+        self._ordered()
+        self._stamps[number] += 1
+        self._ordered()
+        for reader in readers:
+            self._words[reader] = version * self._count + number
+        self._order.remove(number)
+        self._order.append(number)
+
+    def newest(self, reader: int) -> int:
+        """Return the version that a reader is directed to."""
+        return int(self._words[reader]) // self._count
+
+    @torch.no_grad()
+    def take(self, reader: int, into: Mapping[str, torch.Tensor]) -> int:
+        """Copy a whole version, the newest, into tensors and return its number."""
+        while True:
+            word = int(self._words[reader])
+            version, number = divmod(word, self._count)
+            before = int(self._stamps[number])
+            self._ordered()
+            if before % 2 == 0:
+                for name, view in self._buffers[number].items():
+                    into[name].copy_(view)
+                self._ordered()
+                if int(self._stamps[number]) == before:
+                    return version
+
+    def _ordered(self) -> None:
+        """Keep processors that reorder memory accesses from doing so here: a lock does."""
+        with self._fence:
+            pass
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _view(
+    block: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return block[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

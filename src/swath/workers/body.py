@@ -1,0 +1,182 @@
+"""What a worker does: one runner, driven by messages.
+
+It knows nothing of where it runs or of who reads its slabs; a port brings orders and memory and
+takes reports back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from swath.envs import as_group
+from swath.links import Channel, ProcessPort, pack, unpack
+from swath.links.parcels import pack_error
+from swath.memory import SharedMemory, Slab
+from swath.memory.weights import WeightBlock, WeightSpec, named_weights
+from swath.observe import Shares
+from swath.policies import made_by, policy_module
+from swath.rollout import Runner
+from swath.workers.messages import (
+    Acknowledge,
+    Attach,
+    Begin,
+    Built,
+    Close,
+    Collect,
+    Detach,
+    Done,
+    Failed,
+    Job,
+    PutState,
+    Ready,
+    Reset,
+    Rolled,
+    SetSeed,
+    State,
+    TakeState,
+    Weights,
+)
+
+__all__ = ["Worker", "main"]
+
+
+def main(channel: Channel, payload: bytes) -> None:
+    """Run a worker in a process of its own."""
+    port = ProcessPort(channel)
+    try:
+        worker = Worker(port, unpack(payload))
+    except Exception as error:
+        port.send(Failed(pack_error(error)))
+        return
+    worker.run()
+
+
+class Worker:
+    """One runner and the memory that it was given.
+
+    Args:
+        port: The worker's end of a link.
+        job: What to be.
+    """
+
+    def __init__(self, port: ProcessPort, job: Job) -> None:
+        self._port, self._job = port, job
+        self._slabs: dict[int, Slab] = {}
+        self._block: WeightBlock | None = None
+        if job.quiet:
+            warnings.simplefilter("ignore")
+        torch.set_num_threads(job.num_threads)
+        init_fn = unpack(job.init_fn)
+        if init_fn is not None:
+            init_fn()
+        self._group = as_group(unpack(job.envs), unpack(job.env_kwargs))
+        port.send(Built(self._group.num_envs))
+
+    def _begin(self, message: Begin) -> None:
+        policy = unpack(self._job.policy)
+        if self._job.makes_policy:
+            policy = made_by(policy)
+        self._runner = Runner(self._group, policy, message.plan)
+        module = policy_module(policy)
+        self._weights = {} if module is None else named_weights(module)
+        fields = [place.field for place in self._runner.layout.places.values()]
+        self._port.send(Ready(self._runner.interface, fields, WeightSpec.of(module)))
+
+    def run(self) -> None:
+        """Follow messages until the one that says to end."""
+        handlers: dict[type, Callable[..., None]] = {
+            Begin: self._begin,
+            Weights: self._use_block,
+            Attach: self._attach,
+            Detach: self._detach,
+            Collect: self._collect,
+            SetSeed: self._set_seed,
+            Reset: self._reset,
+            Acknowledge: self._acknowledge,
+            TakeState: self._take_state,
+            PutState: self._put_state,
+        }
+        try:
+            while True:
+                message, memories = self._port.receive()
+                if isinstance(message, Close):
+                    return
+                try:
+                    handlers[type(message)](message, *memories)
+                except Exception as error:
+                    self._port.send(Failed(pack_error(error)))
+        finally:
+            self._group.close()
+
+    def _attach(self, message: Attach, memory: SharedMemory) -> None:
+        slab = Slab(message.layout, memory)
+        if (message.start, message.stop) != (0, message.layout.envs):
+            slab = slab.part(message.start, message.stop)
+        self._slabs[message.slab] = slab
+
+    def _detach(self, message: Detach) -> None:
+        del self._slabs[message.slab]
+
+    def _use_block(self, message: Weights, memory: SharedMemory) -> None:
+        self._block = WeightBlock(message.spec, message.readers, memory)
+
+    def _set_seed(self, message: SetSeed) -> None:
+        self._runner.set_seed(message.seed)
+        self._port.send(Done())
+
+    def _reset(self, message: Reset) -> None:
+        self._runner.reset()
+        self._port.send(Done())
+
+    def _acknowledge(self, message: Acknowledge) -> None:
+        self._runner.version = self._newest()
+        self._port.send(Done())
+
+    def _take_state(self, message: TakeState) -> None:
+        weights = {name: value.detach() for name, value in self._weights.items()}
+        self._port.send(State(pack((self._runner.state_dict(), weights), "the state")))
+
+    @torch.no_grad()
+    def _put_state(self, message: PutState) -> None:
+        state, weights = unpack(message.state)
+        self._runner.load_state_dict(state)
+        for name, value in weights.items():
+            self._weights[name].copy_(value)
+        self._port.send(Done())
+
+    def _collect(self, order: Collect) -> None:
+        runner = self._runner
+        runner.version = self._newest()
+        refresh = self._newest if self._job.refreshes else None
+        try:
+            filled = runner.collect(
+                order.steps, self._slabs[order.slab], refresh, self._port.interrupted
+            )
+        except Exception as error:
+            part = runner.partial
+            done = (0, 0, None) if part is None else (part.steps, part.frames, part.mask)
+            self._port.send(Failed(pack_error(error), order.slab, *done))
+            return
+        shares, runner.shares = runner.shares, Shares()
+        self._port.send(
+            Rolled(
+                order.slab,
+                filled.steps,
+                filled.frames,
+                runner.version,
+                runner.finished,
+                shares,
+                runner.open_ids,
+                runner.all_frozen,
+            )
+        )
+
+    def _newest(self) -> int:
+        """Take the newest weights if they are new, and return their version."""
+        version = self._runner.version
+        if self._block is not None and self._block.newest(self._job.number) > version:
+            version = self._block.take(self._job.number, self._weights)
+        return version

@@ -1,0 +1,202 @@
+"""The worker processes of one collector: started, listened to, ended.
+
+```
+                 orders                          reports
+  delivery  --------------> Crew ==links==> workers
+            <--------------  |  one wait: all channels, all sentinels, and a bell for shutdown
+                reports      '-- answers to calls go to the caller, all else waits in order
+```
+
+One thread at a time listens. The crew owns the links; delivery owns slabs and orders. Shutdown,
+from any thread: ring the bell (whoever listens leaves with a `ClosedError`), flag and close the
+workers, wait for them until the deadline, kill the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from time import monotonic
+from typing import Any
+
+from swath.errors import ClosedError
+from swath.links import ProcessLink, pack
+from swath.memory import SharedMemory
+from swath.workers.body import main
+from swath.workers.messages import Built, Close, Died, Done, Failed, Job, Ready, State
+
+__all__ = ["Crew"]
+
+_ANSWERS = (Built, Ready, Done, State)
+
+
+class Crew:
+    """Worker processes, by number.
+
+    Args:
+        jobs: What each worker is to be.
+        timeout: The longest time that a worker may take for one answer; None for any time.
+    """
+
+    def __init__(self, jobs: Sequence[Job], timeout: float | None) -> None:
+        self._jobs, self._timeout = jobs, timeout
+        self._links: dict[int, ProcessLink] = {}
+        self._owing: dict[int, deque[float]] = {}
+        self._reports: deque[tuple[int, Any]] = deque()
+        self._listening = threading.RLock()
+        self._closing = False
+        self._bell = os.pipe()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process id of each worker that lives."""
+        return {number: link.pid for number, link in self._links.items()}
+
+    # -- speaking -------------------------------------------------------------------------------
+
+    def launch(self, number: int) -> None:
+        """Start a worker; it will answer `Built`."""
+        self._links[number] = ProcessLink(main, pack(self._jobs[number], "the job"))
+        self._owing[number] = deque([monotonic()])
+
+    def dismiss(self, number: int) -> None:
+        """End a worker, whatever it is doing."""
+        link = self._links.pop(number, None)
+        if link is not None:
+            link.kill()
+            link.close()
+        self._reports = deque(one for one in self._reports if one[0] != number)
+
+    def tell(self, number: int, message: Any, memories: Sequence[SharedMemory] = ()) -> None:
+        """Send a message that has no answer; if the worker is gone, the next wait says so."""
+        link = self._links.get(number)
+        if link is not None:
+            try:
+                link.send(message, memories)
+            except EOFError:
+                pass
+
+    def order(self, number: int, message: Any) -> None:
+        """Send a message that will be answered."""
+        if number in self._links:
+            self._owing[number].append(monotonic())
+            self.tell(number, message)
+
+    def interrupt(self, number: int, on: bool = True) -> None:
+        """Ask a worker to end its rollout after the step that it is in."""
+        if number in self._links:
+            self._links[number].interrupt(on)
+
+    # -- listening ------------------------------------------------------------------------------
+
+    def next(self) -> tuple[int, Any]:
+        """Wait for the next report of any worker: a rollout, a failure or a death."""
+        while not self._reports:
+            self._listen()
+        return self._reports.popleft()
+
+    def call(self, messages: Mapping[int, Any]) -> dict[int, Any]:
+        """Send a message to each of these workers and return their answers.
+
+        A failure or death is the answer, too. Rollouts that are reported meanwhile are kept.
+        """
+        for number, message in messages.items():
+            self.order(number, message)
+        return self.answers(list(messages))
+
+    def answers(self, numbers: Sequence[int]) -> dict[int, Any]:
+        """Wait for one answer from each of these workers."""
+        found: dict[int, Any] = {}
+        while True:
+            kept: deque[tuple[int, Any]] = deque()
+            for number, report in self._reports:
+                final = isinstance(report, (*_ANSWERS, Died)) or (
+                    isinstance(report, Failed) and report.slab is None
+                )
+                if number in numbers and number not in found and final:
+                    found[number] = report
+                else:
+                    kept.append((number, report))
+            self._reports = kept
+            if len(found) == len(set(numbers)):
+                return found
+            self._listen()
+
+    def _listen(self) -> None:
+        """Wait until there is something new and put it in the queue of reports."""
+        with self._listening:
+            if self._closing:
+                raise ClosedError("this collector was shut down while it was waited for.")
+            sources: dict[Any, int] = {}
+            for number, link in self._links.items():
+                sources[link] = sources[link.sentinel] = number
+            ready = wait([*sources, self._bell[0]], self._patience())
+            for number in dict.fromkeys(sources[one] for one in ready if one in sources):
+                self._hear(number, self._links[number] in ready)
+            self._kill_late()
+
+    def _hear(self, number: int, spoke: bool) -> None:
+        link = self._links[number]
+        if spoke:
+            try:
+                self._reports.append((number, link.receive()))
+                if self._owing[number]:
+                    self._owing[number].popleft()
+                if self._owing[number]:  # it begins with the next one now
+                    self._owing[number][0] = monotonic()
+                return
+            except EOFError:
+                pass
+        self._bury(number, None)
+
+    def _bury(self, number: int, late: float | None) -> None:
+        link = self._links.pop(number)
+        code = link.exit_code(None)
+        link.close()
+        assert code is not None
+        self._reports.append((number, Died(link.pid, code, late)))
+
+    def _patience(self) -> float | None:
+        """Return how long to wait before somebody is too late."""
+        if self._timeout is None:
+            return None
+        since = [
+            times[0] for number, times in self._owing.items() if times and number in self._links
+        ]
+        return max(0.0, min(since) + self._timeout - monotonic()) if since else None
+
+    def _kill_late(self) -> None:
+        if self._timeout is None:
+            return
+        now = monotonic()
+        for number, link in list(self._links.items()):
+            times = self._owing[number]
+            if times and now - times[0] >= self._timeout and link not in wait([link], 0):
+                link.kill()
+                self._bury(number, self._timeout)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def close(self, timeout: float) -> None:
+        """End all workers: asked first, killed after `timeout` seconds."""
+        self._closing = True
+        os.write(self._bell[1], b"!")
+        with self._listening:
+            links, self._links = self._links, {}
+            for link in links.values():
+                link.interrupt()
+                try:
+                    link.send(Close())
+                except EOFError:
+                    pass
+            deadline = monotonic() + timeout
+            for link in links.values():
+                link.close(max(0.0, deadline - monotonic()))
+            for end in self._bell:
+                os.close(end)

@@ -1,0 +1,199 @@
+"""What your process and a worker say to each other. Everything large is in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swath.memory import Field, Layout
+from swath.memory.weights import WeightSpec
+from swath.observe import Shares
+from swath.policies import Interface
+from swath.rollout import Plan
+
+__all__ = [
+    "Acknowledge",
+    "Attach",
+    "Begin",
+    "Built",
+    "Close",
+    "Collect",
+    "Detach",
+    "Died",
+    "Done",
+    "Failed",
+    "Job",
+    "PutState",
+    "Ready",
+    "Reset",
+    "Rolled",
+    "SetSeed",
+    "State",
+    "TakeState",
+    "Weights",
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is to be; parts of the user's are packed."""
+
+    number: int
+    envs: bytes
+    env_kwargs: bytes
+    policy: bytes
+    init_fn: bytes
+    makes_policy: bool
+    """`policy` is a callable that makes it."""
+    num_threads: int
+    quiet: bool
+    """Warnings are not shown."""
+    refreshes: bool
+    """New weights are taken before any forward pass, not only before a rollout."""
+
+
+# -- from your process ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Make the runner, now that it is known which envs come before; answered by `Ready`."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The block that weights are published in; comes with its memory."""
+
+    spec: WeightSpec
+    readers: int
+
+
+@dataclass(frozen=True)
+class Attach:
+    """A slab to write into, or some of its envs; comes with its memory."""
+
+    slab: int
+    layout: Layout
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Detach:
+    """A slab that is used no more."""
+
+    slab: int
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Make a rollout; answered by `Rolled` or `Failed`."""
+
+    slab: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class SetSeed:
+    """Restart all random streams; answered by `Done`."""
+
+    seed: int
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Start new episodes with the next rollout; answered by `Done`."""
+
+
+@dataclass(frozen=True)
+class TakeState:
+    """Answered by `State`."""
+
+
+@dataclass(frozen=True)
+class PutState:
+    """Continue from a state; answered by `Done`."""
+
+    state: bytes
+
+
+@dataclass(frozen=True)
+class Acknowledge:
+    """Take the newest weights now; answered by `Done`."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close the envs and end."""
+
+
+# -- from a worker ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Built:
+    """The envs are there."""
+
+    num_envs: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The envs and the policy are there."""
+
+    interface: Interface
+    fields: Sequence[Field]
+    weights: WeightSpec
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """A rollout is in the slab."""
+
+    slab: int
+    steps: int
+    frames: int
+    version: int
+    episodes: Sequence[tuple[float, int]]
+    """Return and length of those that ended."""
+    shares: Shares
+    open_ids: Sequence[int]
+    """Trajectories that go on in the next rollout."""
+    all_frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call into env or policy raised; what is whole is in the slab, if it was a rollout."""
+
+    error: bytes
+    slab: int | None = None
+    steps: int = 0
+    frames: int = 0
+    mask: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a worker's runner, packed."""
+
+    state: bytes
+
+
+@dataclass(frozen=True)
+class Done:
+    """It is done."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process of a worker has ended without a word; said by the crew, not by the worker."""
+
+    pid: int
+    code: int
+    late: float | None = None
+    """It was killed since it had given no answer for so many seconds."""

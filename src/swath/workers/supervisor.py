@@ -1,0 +1,57 @@
+"""What becomes of a worker that failed: events in, decisions out, no I/O."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+from swath.errors import WorkerError
+from swath.links.parcels import unpack_error
+from swath.workers.messages import Died, Failed
+
+__all__ = ["Supervisor"]
+
+
+@dataclass
+class Supervisor:
+    """Restarts workers as often as the user allows, and says in words how they ended."""
+
+    restart: bool
+    max_restarts: int
+    restarts: int = 0
+    lost_frames: int = 0
+    lost_trajectories: list[int] = field(default_factory=list)
+
+    def forgives(self) -> bool:
+        """Decide whether one more failure is answered by a restart, and count it."""
+        if not self.restart or self.restarts >= self.max_restarts:
+            return False
+        self.restarts += 1
+        return True
+
+    def error(self, worker: int, event: Failed | Died) -> BaseException:
+        """Return what to raise for a failure that is not forgiven."""
+        if isinstance(event, Failed):
+            error = unpack_error(event.error)
+        else:
+            error = WorkerError(
+                f"worker {worker} (process {event.pid}) {ending(event)}", worker=worker
+            )
+        if self.restart:
+            error.add_note(f"{self.restarts} restarts, as many as max_restarts allows, were made.")
+        return error
+
+
+def ending(event: Died) -> str:
+    """Return how a process ended, in words."""
+    if event.late is not None:
+        return f"gave no answer for {event.late:g} s (worker_timeout) and was killed."
+    if event.code >= 0:
+        return f"ended by itself with exit code {event.code}; look for os._exit or sys.exit."
+    name = signal.Signals(-event.code).name
+    hints = {
+        "SIGKILL": "often because the machine ran out of memory",
+        "SIGSEGV": "a crash in native code of an env or a library",
+    }
+    hint = f" ({hints[name]})" if name in hints else ""
+    return f"was killed by {name}{hint}."
