@@ -33,15 +33,10 @@ class BatchGroup(Group):
         self.resetting = np.zeros(num_envs, bool)
         """Envs whose next step is a reset."""
 
-    @property
-    def live(self) -> np.ndarray | None:
-        """The envs that still run, if not all."""
-        return None
-
     def bind(self, slab: Slab, *, bare: bool = False) -> _BoundBatch:
         return _BoundBatch(self, slab)
 
-    def reset_envs(self, which: np.ndarray | None) -> Any:
+    def reset_envs(self, which: Sequence[int] | None) -> Any:
         """Start new episodes of these envs (None: of all) and return the observations."""
         raise NotImplementedError
 
@@ -77,12 +72,12 @@ class _BoundBatch:
         elif not self._group.skips_rows:
             renewed = [i for i in which if i in self._renewed]
             if renewed:
-                self._write(t, self._observation, np.array(renewed))
+                self._write(t, self._observation, renewed)
             others = [i for i in which if i not in renewed]
             if others:
-                self._reset_envs(t, np.sort(others))
+                self._reset_envs(t, sorted(others))
 
-    def _reset_envs(self, t: int, which: np.ndarray | None) -> None:
+    def _reset_envs(self, t: int, which: Sequence[int] | None) -> None:
         try:
             observation = self._group.reset_envs(which)
         except Exception as error:
@@ -100,7 +95,7 @@ class _BoundBatch:
             self._truncated[t] = truncated
         except Exception as error:
             raise CallFailed(None, "step()") from error
-        self._write(t + 1, observation, group.live)
+        self._write(t + 1, observation, group.live if len(group.live) < group.num_envs else None)
         done = self._terminated[t] | self._truncated[t]
         if group.skips_rows:
             assert self._mask is not None
@@ -129,7 +124,7 @@ class _BoundBatch:
                 array[t + 1, i] = as_declared(finals[i], leaf, leaf.shape, i)
 
     def _write(
-        self, t: int, observation: Any, which: np.ndarray | None, some: bool = False
+        self, t: int, observation: Any, which: Sequence[int] | None, some: bool = False
     ) -> None:
         """Write row t of these envs (None: of all), of all or just `some` of which we have rows."""
         for leaf, array in self._obs:

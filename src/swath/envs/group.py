@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -19,11 +20,11 @@ from swath.policies import to_array
 from swath.rollout import CallFailed
 from swath.tree import Leaf, action_leaves, builder, key_name, observation_leaves
 
-__all__ = ["Group", "as_declared", "called", "comes_from"]
+__all__ = ["Group", "as_declared", "called", "close_all", "comes_from"]
 
 
 class Group:
-    """An `EnvGroup` as most kinds are; they add `seed`, `freeze`, `bind` and `close`."""
+    """An `EnvGroup` as most kinds are; they add `seed`, `bind` and `close`."""
 
     batched = True
     skips_rows = False
@@ -40,6 +41,16 @@ class Group:
         self.actions = action_leaves(action_space)
         self.build_action = builder(action_space, self.actions)
         self.info_fields: list[Field] = []
+        self.live = list(range(num_envs))
+        """The envs that are not frozen."""
+
+    def freeze(self, which: Sequence[int]) -> None:
+        self.live = sorted({*self.live}.difference(which))
+
+    def thaw(self, which: Sequence[int] | None) -> None:
+        """Step these envs again (None: all), since they are reset."""
+        if len(self.live) < self.num_envs:
+            self.live = sorted({*self.live, *(range(self.num_envs) if which is None else which)})
 
     def snapshot(self) -> Any:
         """Return what is `kept` as bytes; None, with a warning, where that fails."""
@@ -120,6 +131,13 @@ def as_declared(
         f"the observation {key_name(leaf.key)} has shape {array.shape} and dtype {array.dtype}, "
         f"but the observation space declares {shape} and {leaf.dtype}. Fix the env or its space",
     )
+
+
+def close_all(things: Iterable[Any]) -> None:
+    """Close all, though closing one may fail."""
+    with contextlib.ExitStack() as stack:
+        for thing in things:
+            stack.callback(thing.close)
 
 
 def called(call: Callable[..., Any], *args: Any) -> Any:

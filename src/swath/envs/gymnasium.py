@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from swath.envs.group import Group, as_declared
+from swath.envs.group import Group, as_declared, close_all
 from swath.envs.info import InfoNames, info_fields, info_writer
 from swath.memory import Slab
 from swath.rollout import CallFailed, keys
@@ -32,7 +31,6 @@ class GymGroup(Group):
         self.time_limits = [_bare(env)[1] for env in envs]
         self._seeds: list[int | None] = [None] * self.num_envs
         self._first: list[tuple[Any, dict[str, Any]] | None] = [None] * self.num_envs
-        self.live = list(range(self.num_envs))
         self.info_fields = info_fields(info_keys, self._first_info)
 
     def _first_info(self) -> dict[str, Any]:
@@ -53,17 +51,11 @@ class GymGroup(Group):
         self._seeds = list(seeds)
         self._first = [None] * self.num_envs
 
-    def freeze(self, which: Sequence[int]) -> None:
-        self.live = sorted({*self.live}.difference(which))
-
     def bind(self, slab: Slab, *, bare: bool = False) -> _BoundGym:
         return _BoundGym(self, slab, [_bare(env)[0] if bare else env for env in self.envs])
 
     def close(self) -> None:
-        """Close all, though closing one may fail."""
-        with contextlib.ExitStack() as stack:
-            for env in self.envs:
-                stack.callback(env.close)
+        close_all(self.envs)
 
     def first(self, i: int) -> Any:
         """Start an episode of env i, with its seed if it has one not used yet; observe it."""
@@ -115,10 +107,8 @@ class _BoundGym:
 
     def reset(self, t: int, which: Sequence[int] | None) -> None:
         group = self._group
-        which = range(group.num_envs) if which is None else which
-        if len(group.live) < group.num_envs:
-            group.live = sorted({*group.live, *map(int, which)})
-        for i in which:
+        group.thaw(which)
+        for i in range(group.num_envs) if which is None else which:
             self._write(group.first(i), [array[t] for array in self._obs], i)
 
     def step(self, t: int) -> Sequence[int]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-from swath.envs.group import Group
+from swath.envs.group import Group, close_all
 from swath.envs.gymnasium import GymGroup
 from swath.errors import UsageError
 from swath.memory import Slab
-from swath.rollout import CallFailed, EnvGroup
+from swath.rollout import BoundEnvs, CallFailed, EnvGroup
 from swath.tree import action_leaves, observation_leaves
 
 __all__ = ["JoinedGroup", "join"]
@@ -56,57 +55,45 @@ class JoinedGroup(Group):
     """Groups side by side, each writing its own part of the slab."""
 
     def __init__(self, groups: Sequence[EnvGroup]) -> None:
-        self.groups = list(groups)
         ends = np.cumsum([group.num_envs for group in groups]).tolist()
-        self.spans = [(end - g.num_envs, end) for end, g in zip(ends, groups, strict=True)]
         super().__init__(ends[-1], groups[0].observation_space, groups[0].action_space)
+        self.parts = [(g, end - g.num_envs, end) for g, end in zip(groups, ends, strict=True)]
         self.info_fields = groups[0].info_fields
         self.skips_rows = any(group.skips_rows for group in groups)
         self.resets_singly = all(group.resets_singly for group in groups)
         self.freezes = all(group.freezes for group in groups)
 
     def seed(self, seeds: Sequence[int]) -> None:
-        for group, (start, end) in zip(self.groups, self.spans, strict=True):
+        for group, start, end in self.parts:
             group.seed(seeds[start:end])
 
     def freeze(self, which: Sequence[int]) -> None:
-        for group, inside in zip(self.groups, self.share(which), strict=True):
-            group.freeze(inside)
-
-    def share(self, which: Sequence[int]) -> list[list[int]]:
-        """Return the envs of each group among these, by their number there."""
-        return [[int(i) - start for i in which if start <= i < end] for start, end in self.spans]
+        for group, start, end in self.parts:
+            group.freeze(_inside(which, start, end))
 
     def bind(self, slab: Slab, *, bare: bool = False) -> _BoundJoined:
-        return _BoundJoined(self, slab)
+        return _BoundJoined([(g.bind(slab.part(*span)), *span) for g, *span in self.parts])
 
     def snapshot(self) -> list[Any] | None:
-        snapshots = [group.snapshot() for group in self.groups]
+        snapshots = [group.snapshot() for group, _, _ in self.parts]
         return None if any(one is None for one in snapshots) else snapshots
 
     def restore(self, snapshot: list[Any]) -> None:
-        for group, one in zip(self.groups, snapshot, strict=True):
+        for (group, _, _), one in zip(self.parts, snapshot, strict=True):
             group.restore(one)
 
     def close(self) -> None:
-        """Close all, though closing one may fail."""
-        with contextlib.ExitStack() as stack:
-            for group in self.groups:
-                stack.callback(group.close)
+        close_all(group for group, _, _ in self.parts)
 
 
 class _BoundJoined:
-    def __init__(self, group: JoinedGroup, slab: Slab) -> None:
-        self._share = group.share
-        self._parts = [
-            (part.bind(slab.part(start, end)), start)
-            for part, (start, end) in zip(group.groups, group.spans, strict=True)
-        ]
+    def __init__(self, parts: Sequence[tuple[BoundEnvs, int, int]]) -> None:
+        self._parts = parts
 
     def reset(self, t: int, which: Sequence[int] | None) -> None:
-        shares = [None] * len(self._parts) if which is None else self._share(which)
-        for (bound, start), inside in zip(self._parts, shares, strict=True):
-            if inside is None or inside:
+        for bound, start, end in self._parts:
+            inside = None if which is None else _inside(which, start, end)
+            if inside != []:
                 try:
                     bound.reset(t, inside)
                 except CallFailed as failure:
@@ -114,13 +101,18 @@ class _BoundJoined:
 
     def step(self, t: int) -> Sequence[int]:
         ended: list[int] = []
-        for bound, start in self._parts:
+        for bound, start, _ in self._parts:
             try:
                 ended.extend(start + i for i in bound.step(t))
             except CallFailed as failure:
                 failure.completed = [*range(start), *(start + i for i in failure.completed)]
                 raise _located(failure, start) from failure.__cause__
         return ended
+
+
+def _inside(which: Sequence[int], start: int, end: int) -> list[int]:
+    """Return those of these envs that a part has, by their number there."""
+    return [int(i) - start for i in which if start <= i < end]
 
 
 def _located(failure: CallFailed, start: int) -> CallFailed:

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 
 from swath.envs.base import Env
-from swath.envs.group import called
+from swath.envs.group import called, close_all
 from swath.envs.gymnasium import GymGroup
 from swath.envs.info import InfoNames
 from swath.envs.joined import join
@@ -62,8 +62,7 @@ def _from_list(
             groups.append(as_group(source, kwargs, info_keys))
         return groups[0] if len(groups) == 1 else join(groups)
     except BaseException:
-        for group in groups:  # nobody else will
-            group.close()
+        close_all(groups)  # nobody else will
         raise
 
 

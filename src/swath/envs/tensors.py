@@ -18,7 +18,7 @@ __all__ = ["NativeGroup"]
 class NativeGroup(BatchGroup):
     """The envs of one `TorchEnv`. Envs that ended are stepped with the others, and ignored."""
 
-    kept: tuple[str, ...] = ("env", "frozen")
+    kept: tuple[str, ...] = ("env", "live")
 
     def __init__(self, env: Any, num_envs: int, observation_space: Any, action_space: Any) -> None:
         if env.device is not None and torch.device(env.device).type != "cpu":
@@ -26,30 +26,25 @@ class NativeGroup(BatchGroup):
                 f"the env lives on {env.device}; this version of swath collects on the CPU only."
             )
         super().__init__(env, num_envs, observation_space, action_space)
-        self.frozen = np.zeros(num_envs, bool)
 
     def seed(self, seeds: Sequence[int]) -> None:
         self.env.seed(torch.tensor(list(seeds), dtype=torch.int64))
 
-    def freeze(self, which: Sequence[int]) -> None:
-        self.frozen[list(which)] = True
+    def mask(self, which: Sequence[int]) -> torch.Tensor:
+        """Return a bool tensor `[N]` that is True for these envs."""
+        mask = torch.zeros(self.num_envs, dtype=torch.bool)
+        mask[which] = True
+        return mask
 
-    @property
-    def live(self) -> np.ndarray | None:
-        return np.flatnonzero(~self.frozen) if self.frozen.any() else None
-
-    def reset_envs(self, which: np.ndarray | None) -> Any:
-        self.frozen[slice(None) if which is None else which] = False
-        mask = None
-        if which is not None:
-            mask = torch.zeros(self.num_envs, dtype=torch.bool)
-            mask[which] = True
-        return self._reset(mask)
+    def reset_envs(self, which: Sequence[int] | None) -> Any:
+        self.thaw(which)
+        return self._reset(None if which is None else self.mask(which))
 
     def step_envs(self, actions: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any, Any]:
         observation, *outcome = self._step([torch.from_numpy(action) for action in actions])
+        live = self.mask(self.live)
         reward, terminated, truncated = (
-            np.where(self.frozen, 0, to_array(column).reshape(-1)) for column in outcome
+            to_array(torch.where(live, column.reshape(-1), 0)) for column in outcome
         )
         return observation, reward, terminated, truncated, {}
 

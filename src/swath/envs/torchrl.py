@@ -98,7 +98,7 @@ def _space_of(spec: Any, key: Key, batch_dims: int) -> gym.Space[Any]:
 class TorchRLGroup(NativeGroup):
     """A TorchRL `EnvBase`, single or batched, transforms included; see `EnvGroup`."""
 
-    kept = ("env", "frozen", "state")
+    kept = ("env", "live", "state")
 
     def __init__(self, env: Any) -> None:
         dims = len(env.batch_size)
@@ -143,8 +143,8 @@ class TorchRLGroup(NativeGroup):
         request = self.state.copy()
         for leaf, action in zip(self.actions, actions, strict=True):
             request.set(leaf.key, action if self.batched else action[0])
-        if self.batched and self.frozen.any():
-            request.set("_step", torch.from_numpy(~self.frozen))
+        if self.batched and len(self.live) < self.num_envs:
+            request.set("_step", self.mask(self.live))
         following = self.env.step(request)["next"]
         self.state = self.env.step_mdp(request)
         done = following["done"]

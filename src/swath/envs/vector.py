@@ -23,6 +23,7 @@ from swath.envs.batch import BatchGroup
 from swath.envs.group import comes_from
 from swath.envs.info import InfoNames, first_present, info_fields
 from swath.errors import UsageError
+from swath.rollout import CallFailed
 
 __all__ = ["VectorGroup"]
 
@@ -49,7 +50,10 @@ class VectorGroup(BatchGroup):
 
     def _first_infos(self) -> Mapping[str, Any]:
         """Return what only infos can tell, from a reset that counts as the first one."""
-        self._first = self._reset_all()
+        try:
+            self._first = self._reset_all()
+        except Exception as error:
+            raise CallFailed(None, "reset()") from error
         return self._first[1]
 
     def seed(self, seeds: Sequence[int]) -> None:
@@ -63,14 +67,10 @@ class VectorGroup(BatchGroup):
         else:
             self._seeds, self._first = [int(seed) for seed in seeds], None
 
-    def freeze(self, which: Sequence[int]) -> None:
-        """See `EnvGroup`; collectors refuse what would need it, as a vector env steps all."""
-        raise NotImplementedError
-
     def step_envs(self, actions: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any, Any]:
         return self.env.step(self.build_action(actions))
 
-    def reset_envs(self, which: np.ndarray | None) -> Any:
+    def reset_envs(self, which: Sequence[int] | None) -> Any:
         if which is None:
             made, self._first = self._first, None
             self.resetting[:] = False
