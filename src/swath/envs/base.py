@@ -84,12 +84,12 @@ class Env:
         columns.clear(slab)
         ended = called(bound.step, 0)
         slab.arrays[keys.NEXT_DONE][0, ended] = True
-        row = self._row(slab, root=False)
         for leaf in self._interface.observations:  # the outcome is where the next step starts
-            slab.arrays[leaf.key][0] = slab.arrays[leaf.key][1]
+            observation = slab.arrays[leaf.key]
+            slab.arrays[keys.following(leaf.key)][0] = observation[0] = observation[1]
         for key in columns.ROOT_FLAGS:
             slab.arrays[key][0] = slab.arrays[keys.following(key)][0]
-        return tensordict.set("next", row)
+        return tensordict.set("next", self._row(slab, root=False))
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Step with a random action, written into the TensorDict."""
@@ -111,16 +111,11 @@ class Env:
 
     def _row(self, slab: Slab, *, root: bool) -> TensorDict:
         """Return a copy of what the envs show: their state, or the outcome of a step."""
-        seen = {
-            leaf.key: slab.tensors[leaf.key][0 if root else 1]
-            for leaf in self._interface.observations
-        }
-        for key in slab.layout.places:
-            if root and key in columns.ROOT_FLAGS:
-                seen[key] = slab.tensors[key][0]
-            elif not root and key[0] == "next" and key[1:] not in seen:
-                seen[key[1:]] = slab.tensors[key][0]
-        rows = {key: (row if self.group.batched else row[0]).clone() for key, row in seen.items()}
+        rows = {}
+        for key, place in slab.layout.places.items():
+            if place.field.carried if root else key[0] == "next":
+                row = slab.tensors[key][0] if self.group.batched else slab.tensors[key][0, 0]
+                rows[key if root else key[1:]] = row.clone()
         return TensorDict(nest(rows), self.batch_size)
 
     # -- whole rollouts -------------------------------------------------------------------------

@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode
 
 from swath.envs.group import Group, as_declared
 from swath.envs.info import vector_info_writer
+from swath.errors import UsageError
 from swath.memory import Slab
+from swath.policies import to_array
 from swath.rollout import CallFailed, keys
 
-__all__ = ["BatchGroup"]
+__all__ = ["BatchGroup", "NativeGroup"]
 
 
 class BatchGroup(Group):
@@ -62,20 +65,21 @@ class _BoundBatch:
         self._mask = slab.arrays.get(keys.MASK)
         self._info = vector_info_writer(group.info_fields, slab) if group.info_fields else None
         self._observation: Any = None
-        self._renewed: list[int] = []
+        self._renewed: set[int] = set()
         """Envs that reset themselves in the last step; its observation is their first one."""
 
     def reset(self, t: int, which: Sequence[int] | None) -> None:
         if which is None:
-            self._renewed = []
+            self._renewed.clear()
             self._reset_envs(t, None)
         elif not self._group.skips_rows:
-            renewed = [i for i in which if i in self._renewed]
+            renewed = self._renewed.intersection(which)
             if renewed:
-                self._write(t, self._observation, renewed)
-            others = [i for i in which if i not in renewed]
+                self._renewed -= renewed
+                self._write(t, self._observation, [*renewed])
+            others = sorted({*which} - renewed)
             if others:
-                self._reset_envs(t, sorted(others))
+                self._reset_envs(t, others)
 
     def _reset_envs(self, t: int, which: Sequence[int] | None) -> None:
         try:
@@ -103,7 +107,7 @@ class _BoundBatch:
             group.resetting[...] = done
         ended = done.nonzero()[0].tolist()
         self._observation = observation
-        self._renewed = ended if group.mode is AutoresetMode.SAME_STEP else []
+        self._renewed = set(ended if group.mode is AutoresetMode.SAME_STEP else ())
         if self._renewed:
             self._take_final(t, infos)
         if self._info is not None:
@@ -124,7 +128,7 @@ class _BoundBatch:
                 array[t + 1, i] = as_declared(finals[i], leaf, leaf.shape, i)
 
     def _write(
-        self, t: int, observation: Any, which: Sequence[int] | None, some: bool = False
+        self, t: int, observation: Any, which: Sequence[int] | np.ndarray | None, some: bool = False
     ) -> None:
         """Write row t of these envs (None: of all), of all or just `some` of which we have rows."""
         for leaf, array in self._obs:
@@ -134,3 +138,48 @@ class _BoundBatch:
                 array[t, which] = as_declared(observation, leaf, (len(which), *leaf.shape))
             else:
                 array[t, which] = as_declared(observation, leaf, array.shape[1:])[which]
+
+
+class NativeGroup(BatchGroup):
+    """The envs of one `TorchEnv`. Envs that ended are stepped with the others, and ignored."""
+
+    kept: tuple[str, ...] = ("env", "live")
+
+    def __init__(self, env: Any, num_envs: int, observation_space: Any, action_space: Any) -> None:
+        if env.device is not None and torch.device(env.device).type != "cpu":
+            raise UsageError(
+                f"the env lives on {env.device}; this version of swath collects on the CPU only."
+            )
+        super().__init__(env, num_envs, observation_space, action_space)
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        self.env.seed(torch.tensor(list(seeds), dtype=torch.int64))
+
+    def mask(self, which: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """Return a bool tensor `[N]` that is True for these envs."""
+        mask = torch.zeros(self.num_envs, dtype=torch.bool)
+        mask[which] = True
+        return mask
+
+    def reset_envs(self, which: Sequence[int] | None) -> Any:
+        self.thaw(which)
+        return self._reset(None if which is None else self.mask(which))
+
+    def step_envs(self, actions: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any, Any]:
+        observation, *outcome = self._step([torch.from_numpy(action) for action in actions])
+        outcome = [column.reshape(-1) for column in outcome]
+        if len(self.live) < self.num_envs:
+            outcome = [torch.where(self.mask(self.live), column, 0) for column in outcome]
+        reward, terminated, truncated = map(to_array, outcome)
+        return observation, reward, terminated, truncated, {}
+
+    def _reset(self, mask: torch.Tensor | None) -> Any:
+        return self.env.reset(mask)
+
+    def _step(self, actions: Sequence[torch.Tensor]) -> tuple[Any, Any, Any, Any]:
+        return self.env.step(self.build_action(actions))
+
+    def close(self) -> None:
+        close = getattr(self.env, "close", None)
+        if close is not None and not getattr(self.env, "is_closed", False):
+            close()

@@ -41,16 +41,16 @@ class Group:
         self.actions = action_leaves(action_space)
         self.build_action = builder(action_space, self.actions)
         self.info_fields: list[Field] = []
-        self.live = list(range(num_envs))
+        self.live = np.arange(num_envs)
         """The envs that are not frozen."""
 
     def freeze(self, which: Sequence[int]) -> None:
-        self.live = sorted({*self.live}.difference(which))
+        self.live = np.setdiff1d(self.live, which)
 
     def thaw(self, which: Sequence[int] | None) -> None:
         """Step these envs again (None: all), since they are reset."""
         if len(self.live) < self.num_envs:
-            self.live = sorted({*self.live, *(range(self.num_envs) if which is None else which)})
+            self.live = np.union1d(self.live, range(self.num_envs) if which is None else which)
 
     def snapshot(self) -> Any:
         """Return what is `kept` as bytes; None, with a warning, where that fails."""

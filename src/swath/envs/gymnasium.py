@@ -102,8 +102,9 @@ class _BoundGym:
         self._actions = _action_reader(group, slab)
         self._info = info_writer(group.info_fields, slab) if group.info_fields else None
         leaf = self._leaves[0]
-        self._flat = len(self._leaves) == 1 and not leaf.path and leaf.shape != ()
-        self._steps = [env.step for env in envs]
+        flat = len(self._leaves) == 1 and not leaf.path and leaf.shape != ()
+        self._form = flat, leaf, leaf.shape, leaf.dtype
+        self._everyone, self._steps = range(len(envs)), [env.step for env in envs]
 
     def reset(self, t: int, which: Sequence[int] | None) -> None:
         group = self._group
@@ -112,8 +113,7 @@ class _BoundGym:
             self._write(group.first(i), [array[t] for array in self._obs], i)
 
     def step(self, t: int) -> Sequence[int]:
-        leaf, flat = self._leaves[0], self._flat
-        shape, dtype, array = leaf.shape, leaf.dtype, np.ndarray
+        (flat, leaf, shape, dtype), array = self._form, np.ndarray
         rows, rewards, info_to = [o[t + 1] for o in self._obs], self._reward[t], self._info
         row = rows[0]
         ended: list[int] = []
@@ -139,23 +139,27 @@ class _BoundGym:
                 if info_to is not None:
                     info_to(info, t, i)
         except CallFailed as failure:
-            failure.completed = [j for j in self._group.live if j < i]
+            failure.completed = self._before(i)
             raise
         except Exception as error:
             raised = CallFailed(i, "step()", _own_error(error))
-            raised.completed = [j for j in self._group.live if j < i]
+            raised.completed = self._before(i)
             raise raised from error
         return ended
 
     def _calls(self, t: int) -> Iterable[tuple[int, Callable[..., Any], Any]]:
         """Return number, `step` and action of each env that is not frozen."""
-        live, actions = self._group.live, self._actions(t)
-        if len(live) == len(self._steps):
-            return zip(live, self._steps, actions)  # noqa: B905 - strict takes time
+        live, everyone, actions = self._group.live, self._everyone, self._actions(t)
+        if len(live) == len(everyone):
+            return zip(everyone, self._steps, actions)  # noqa: B905 - strict takes time
         if self._info is not None:
-            for i in set(range(len(self._steps))).difference(live):
+            for i in np.setdiff1d(everyone, live).tolist():
                 self._info({}, t, i)
-        return [(i, self._steps[i], actions[i]) for i in live]
+        return [(i, self._steps[i], actions[i]) for i in live.tolist()]
+
+    def _before(self, i: int) -> list[int]:
+        """Return the envs that are stepped before env i."""
+        return [j for j in self._group.live.tolist() if j < i]
 
     def _write(self, observation: Any, rows: Sequence[np.ndarray], i: int) -> None:
         """Write the observation of env i into these rows, one for each leaf."""

@@ -8,12 +8,12 @@ from typing import Any
 import gymnasium as gym
 
 from swath.envs.base import Env
+from swath.envs.batch import NativeGroup
 from swath.envs.group import called, close_all
 from swath.envs.gymnasium import GymGroup
 from swath.envs.info import InfoNames
 from swath.envs.joined import join
 from swath.envs.native import TorchEnv
-from swath.envs.tensors import NativeGroup
 from swath.envs.torchrl import TorchRLGroup, is_torchrl_env
 from swath.envs.vector import VectorGroup
 from swath.errors import SwathError, UsageError

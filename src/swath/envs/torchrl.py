@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from swath.envs.batch import NativeGroup
 from swath.envs.group import comes_from
-from swath.envs.tensors import NativeGroup
 from swath.errors import UsageError
 from swath.memory import numpy_dtype
 from swath.tree import Key, key_name
