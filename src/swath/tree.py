@@ -7,7 +7,8 @@ returns). Dict spaces become nested keys; entries of a Tuple are named by their 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import gymnasium as gym
@@ -32,10 +33,14 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a space: its key in the batch, its path in the value, its shape and dtype."""
+    """One array of a space: its key in the batch, its path in the value, its shape and dtype.
+
+    Leaves are equal if their values are stored alike: a lone Box is the same as one that stands
+    in a Dict as `"observation"`.
+    """
 
     key: Key
-    path: tuple[str | int, ...]
+    path: tuple[str | int, ...] = field(compare=False)
     space: gym.Space[Any]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -58,28 +63,18 @@ def action_leaves(space: gym.Space[Any]) -> list[Leaf]:
 
 
 def _leaves(space: gym.Space[Any], key: Key, path: tuple[str | int, ...], kind: str) -> list[Leaf]:
-    if isinstance(space, spaces.Dict):
-        parts: Sequence[tuple[str | int, gym.Space[Any]]] = list(space.spaces.items())
-    elif isinstance(space, spaces.Tuple):
-        parts = list(enumerate(space.spaces))
-    else:
-        shape, dtype = _array_form(space, key, kind)
-        return [Leaf(key, path, space, shape, dtype)]
-    return [
-        leaf
-        for name, part in parts
-        for leaf in _leaves(part, (*key, str(name)), (*path, name), kind)
-    ]
-
-
-def _array_form(
-    space: gym.Space[Any], key: Key, kind: str
-) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        parts: Any = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
+        return [
+            leaf
+            for name, part in parts
+            for leaf in _leaves(part, (*key, str(name)), (*path, name), kind)
+        ]
     if isinstance(space, spaces.Discrete):
-        return (), np.dtype(np.int64)
+        return [Leaf(key, path, space, (), np.dtype(np.int64))]
     fixed = space.is_np_flattenable and not isinstance(space, spaces.Text)
     if fixed and space.shape is not None and space.dtype is not None:
-        return tuple(space.shape), np.dtype(space.dtype)
+        return [Leaf(key, path, space, tuple(space.shape), np.dtype(space.dtype))]
     raise UsageError(
         f"the {kind} space has a {type(space).__name__} at {key_name(key or (kind,))}, which has "
         "no fixed array form. Supported are Box, Discrete, MultiDiscrete, MultiBinary and Dict or "
@@ -94,28 +89,23 @@ def fetch(value: Any, path: Sequence[str | int]) -> Any:
     return value
 
 
-def builder(space: gym.Space[Any], leaves: Sequence[Leaf]) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that builds a nested value of `space` from the values of its leaves."""
+def builder(
+    space: gym.Space[Any], leaves: Sequence[Leaf], path: tuple[str | int, ...] = ()
+) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that builds a nested value of `space` from the values of its leaves.
+
+    Args:
+        space: Of the value, or of the part of it to which `path` leads.
+        leaves: Those of the whole value, in the order in which their values will come.
+        path: From the whole value to the part.
+    """
     if isinstance(space, spaces.Dict):
-        parts = [(name, *_inner(part, leaves, name)) for name, part in space.spaces.items()]
-        return lambda values: {
-            name: build([values[n] for n in numbers]) for name, build, numbers in parts
-        }
+        parts = {name: builder(part, leaves, (*path, name)) for name, part in space.items()}
+        return lambda values: {name: build(values) for name, build in parts.items()}
     if isinstance(space, spaces.Tuple):
-        items = [_inner(part, leaves, i) for i, part in enumerate(space.spaces)]
-        return lambda values: tuple(build([values[n] for n in numbers]) for build, numbers in items)
-    return lambda values: values[0]
-
-
-def _inner(
-    part: gym.Space[Any], leaves: Sequence[Leaf], name: str | int
-) -> tuple[Callable[[Sequence[Any]], Any], list[int]]:
-    numbers = [n for n, leaf in enumerate(leaves) if leaf.path[0] == name]
-    below = [
-        Leaf(leaf.key, leaf.path[1:], leaf.space, leaf.shape, leaf.dtype)
-        for leaf in (leaves[n] for n in numbers)
-    ]
-    return builder(part, below), numbers
+        items = [builder(part, leaves, (*path, i)) for i, part in enumerate(space)]
+        return lambda values: tuple(build(values) for build in items)
+    return itemgetter([leaf.path for leaf in leaves].index(path))
 
 
 def nest(flat: Mapping[Key, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from swath.seeding import env_seed
 from swath.testing import CountingEnv, CrashingEnv, check_replay, check_transitions
 
 SEED = 17
+SAME_STEP = AutoresetMode.SAME_STEP
 
 
 @pytest.fixture
@@ -225,6 +226,28 @@ def test_an_exception_in_an_env_by_itself_keeps_its_cause(opened):
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(EnvError, match="crashed"):
         env.reset()
+
+
+def test_an_env_that_went_on_by_itself_is_reset_when_asked(opened):
+    env = opened(GymEnv(SyncVectorEnv([lambda: CountingEnv(longest=3)], autoreset_mode=SAME_STEP)))
+    td = env.reset(seed=SEED)
+    ended = False
+    while not ended or td["next", "done"].any():  # a step after an end that ends no episode
+        ended = ended or bool(td.get(("next", "done"), torch.tensor(False)).any())
+        td = env.rand_step(td)
+    episode, step = td["next", "observation"][0, 1:].tolist()
+    assert episode > 0
+    assert step > 0
+    assert env.reset(torch.tensor([True]))["observation"][0, 1:].tolist() == [episode + 1, 0]
+
+
+@pytest.mark.parametrize("make", [lambda env: env(), lambda env: SyncVectorEnv([env])])
+def test_a_first_reset_that_fails_while_infos_are_learnt_keeps_its_cause(make):
+    env = make(lambda: CrashingEnv(at_reset=0))
+    with pytest.raises(EnvError, match="raised RuntimeError: crashed") as caught:
+        GymEnv(env, info_keys=["step"])
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    env.close()
 
 
 INFOS = {"step": spaces.Box(0, 99, (), np.int32), "none": spaces.Discrete(5)}

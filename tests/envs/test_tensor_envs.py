@@ -99,14 +99,14 @@ def test_nested_spaces_of_a_torch_env_are_keys():
     ("wrong", "message"),
     [
         (KeyError("mass"), r"raised KeyError: 'mass' in step\(\)"),
-        ({"place": torch.zeros(2, 1)}, r"raised KeyError: 'size'"),
+        ({"place": torch.zeros(2, 1)}, r"no array for 'size', which .*KeyError: 'size'"),
         (
             {"place": torch.zeros(2, 2), "size": torch.zeros(2)},
-            r"'place' has shape \(2, 2\) and torch.float32, but its space asks for \(2, 1\)",
+            r"'place' has shape \(2, 2\) and dtype float32, but .* declares \(2, 1\)",
         ),
         (
             {"place": torch.zeros(2, 1, dtype=torch.complex64), "size": torch.zeros(2)},
-            r"and torch.complex64, but its space asks for \(2, 1\) and torch.float32",
+            r"dtype complex64, but .* declares \(2, 1\) and float32",
         ),
     ],
 )

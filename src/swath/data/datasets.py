@@ -17,7 +17,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_leaf_nontensor
@@ -78,7 +78,8 @@ class DatasetWriter:
         self._check(rows)
         try:
             for key, tensor in rows.items():
-                self._columns[key].append(tensor)
+                with self._columns[key].path.open("ab") as file:
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         except BaseException:
             for column in self._columns.values():
                 column.cut(self.frames)
@@ -107,7 +108,7 @@ class DatasetWriter:
             raise UsageError(f"no frame was written to {self.directory}, so there is no dataset.")
         self._closed = True
         partial = partial_of(self.directory)
-        tensors = {key: column.finish(self.frames) for key, column in self._columns.items()}
+        tensors = {key: column.load(self.frames) for key, column in self._columns.items()}
         TensorDict(nest(tensors), [self.frames]).memmap_(partial)
         about = {"swath": __version__, "frames": self.frames, **self._about}
         (partial / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
@@ -119,8 +120,6 @@ class DatasetWriter:
         """Throw away what was written, unless it is closed already."""
         if not self._closed:
             self._closed = True
-            for column in self._columns.values():
-                column.file.close()
             shutil.rmtree(partial_of(self.directory))
 
     def __enter__(self) -> DatasetWriter:
@@ -133,25 +132,18 @@ class DatasetWriter:
             self.close()
 
 
-class _Column:
+class _Column(NamedTuple):
     """One key of a dataset: a file with the bytes of all frames."""
 
-    def __init__(self, path: Path, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.path, self.shape, self.dtype = path, shape, dtype
-        self.file = path.open("wb", buffering=0)
-
-    def append(self, rows: torch.Tensor) -> None:
-        left = rows.reshape(-1).view(torch.uint8).numpy().data
-        while left:
-            left = left[self.file.write(left) :]
+    path: Path
+    shape: torch.Size
+    dtype: torch.dtype
 
     def cut(self, frames: int) -> None:
-        self.file.truncate(frames * self.shape.numel() * self.dtype.itemsize)
-        self.file.seek(0, 2)
+        with self.path.open("ab") as file:
+            file.truncate(frames * self.shape.numel() * self.dtype.itemsize)
 
-    def finish(self, frames: int) -> torch.Tensor:
-        """Close the file and return it as a memory-mapped tensor."""
-        self.file.close()
+    def load(self, frames: int) -> torch.Tensor:
         shape = torch.Size([frames, *self.shape])
         if not shape.numel():
             return torch.empty(shape, dtype=self.dtype)
@@ -177,19 +169,22 @@ def _flat_rows(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
                 f"{key_name(key)} holds {type(value).__name__}, which has no array form; take it "
                 "out of the batch (after compact_obs: swath.collectors.utils.restore_next)."
             )
-        flat = value.detach().reshape(batch.numel(), *value.shape[batch.batch_dims :]).cpu()
-        rows[key] = (flat if mask is None else flat[mask.reshape(-1).cpu()]).contiguous()
+        flat = value.detach().flatten(0, batch.batch_dims - 1).cpu()
+        rows[key] = (flat if mask is None else flat[mask.flatten().cpu()]).contiguous()
     return rows
 
 
 def _make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _Column]:
     """Make an empty file for each key, where tensordict looks for it."""
-    one = TensorDict(nest({key: torch.zeros_like(row[:1]) for key, row in rows.items()}), [1])
+    one = TensorDict(nest({key: row[:1] for key, row in rows.items()}), [1])
     files = one.memmap(partial)  # it knows how to turn any key into a file name
-    return {
+    columns = {
         key: _Column(Path(files.get(key).filename), row.shape[1:], row.dtype)
         for key, row in rows.items()
     }
+    for column in columns.values():
+        column.cut(0)
+    return columns
 
 
 def _claimed(directory: str | Path) -> Path:

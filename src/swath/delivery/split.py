@@ -12,16 +12,14 @@
 from __future__ import annotations
 
 import torch
-from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from swath.errors import UsageError
-from swath.rollout.keys import MASK, NEXT_DONE, TRAJ_IDS
+from swath.rollout.keys import NEXT_DONE, TRAJ_IDS
 from swath.tree import Key
 
-__all__ = ["frame_values", "group_frames", "join_ranges", "pad_frames", "split_trajectories"]
-
-_COLLECTOR = TRAJ_IDS[:-1]
+__all__ = ["group_frames", "split_trajectories"]
 
 
 def group_frames(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,39 +33,10 @@ def group_frames(ids: Tensor) -> tuple[Tensor, Tensor]:
     """
     sorted_ids, by_id = torch.sort(ids, stable=True)
     lengths = torch.unique_consecutive(sorted_ids, return_counts=True)[1]
-    starts = lengths.cumsum(0) - lengths
     # The sort is stable, so the first frame of a trajectory is the one that appeared first.
-    by_appearance = by_id[starts].argsort()
-    lengths = lengths[by_appearance]
-    return by_id[join_ranges(starts[by_appearance], lengths)], lengths
-
-
-def join_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the numbers of several ranges, one range after the other.
-
-    Examples:
-        >>> join_ranges(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
-        [5, 6, 0, 1, 2]
-    """
-    shift = starts - (lengths.cumsum(0) - lengths)
-    numbers = shift.repeat_interleave(lengths)
-    return numbers + torch.arange(numbers.numel(), device=numbers.device)
-
-
-def frame_values(rollout: TensorDictBase, *keys: NestedKey) -> Tensor | None:
-    """Return the first of these entries that is there, one value per frame, as `[rows, T]`."""
-    for key in keys:
-        values = rollout.get(key, None)
-        if values is None:
-            continue
-        *rows, steps = rollout.batch_size
-        if values.numel() != rollout.batch_size.numel():
-            raise UsageError(
-                f"{key!r} has shape {list(values.shape)}, but one value per frame is needed: the "
-                f"batch size {list(rollout.batch_size)}, or that with a trailing 1."
-            )
-        return values.reshape(torch.Size(rows).numel(), steps)
-    return None
+    first = by_id[lengths.cumsum(0) - lengths]
+    by_appearance = first.repeat_interleave(lengths).argsort(stable=True)
+    return by_id[by_appearance], lengths[first.argsort()]
 
 
 def split_trajectories(
@@ -111,27 +80,26 @@ def split_trajectories(
         )
     if not rollout.batch_dims:
         raise UsageError("rollout has batch size []; expected [..., T], time last. Set batch_size.")
-    homes = [_COLLECTOR if prefix is None else _path(prefix)]
+    homes = [TRAJ_IDS[:-1] if prefix is None else _path(prefix)]
     if homes == [()]:
-        homes.append(_COLLECTOR)
+        homes.append(TRAJ_IDS[:-1])
     mask_keys = [(*home, "mask") for home in homes]
-    masks = [mask for key in mask_keys if (mask := frame_values(rollout, key)) is not None]
-    valid = torch.stack(masks).bool().all(0) if masks else None  # [rows, T]
-    if trajectory_key is None:
-        ids = frame_values(rollout, *((*home, "traj_ids") for home in homes))
+    masks = [mask for key in mask_keys if (mask := _values(rollout, key)) is not None]
+    valid = torch.stack(masks).bool().all(0) if masks else None
+    if trajectory_key is not None:
+        ids = _values(rollout, trajectory_key)
     else:
-        ids = frame_values(rollout, trajectory_key)
+        ids = _values(rollout, *((*home, "traj_ids") for home in homes))
         if ids is None:
-            raise UsageError(
-                f"trajectory_key={trajectory_key!r} is not in the rollout; it has "
-                f"{_keys(rollout)}. Name the entry with one trajectory id per frame."
-            )
+            ids = _ids_from_done(rollout, NEXT_DONE if done_key is None else done_key, valid)
     if ids is None:
-        ids = _ids_from_done(rollout, NEXT_DONE if done_key is None else done_key, valid)
+        raise UsageError(
+            f"trajectory_key={trajectory_key!r} is not in the rollout; it has {_keys(rollout)}. "
+            "Name the entry with one trajectory id per frame."
+        )
 
-    chosen = None if valid is None else valid.flatten().nonzero().squeeze(1)
-    rows = _Rows(ids.flatten() if valid is None else ids[valid], chosen, layout)
-    batch = rows.tree(rollout.exclude(*mask_keys), rollout.batch_dims)
+    rows = _Rows(ids, valid, layout)
+    batch = rows.cut(rollout.exclude(*mask_keys))
     if layout is None:
         batch.set(mask_keys[0], rows.mask)
     if layout is not torch.jagged and rollout.names[-1] == "time":
@@ -139,31 +107,21 @@ def split_trajectories(
     return batch
 
 
-def pad_frames(frames: TensorDictBase, chosen: Tensor, ids: Tensor) -> TensorDict:
-    """Return the frames at `chosen` `[M]` with these ids, one trajectory per row, with a mask."""
-    rows = _Rows(ids, chosen, None)
-    return rows.tree(frames, 1).set(MASK, rows.mask)
-
-
 class _Rows:
-    """How frames become one row per trajectory; applied to each leaf of a rollout.
+    """How the frames of a rollout become one row per trajectory.
 
     Args:
-        ids: `[M]`, the trajectory of each frame.
-        chosen: `[M]`, where these frames are among those of a leaf; None if they are all.
+        ids: `[rows, T]`, the trajectory of each frame.
+        valid: `[rows, T]`, the frames that count; None if all do.
         layout: None for padded.
     """
 
-    def __init__(self, ids: Tensor, chosen: Tensor | None, layout: torch.layout | None) -> None:
-        order, lengths = group_frames(ids)
+    def __init__(self, ids: Tensor, valid: Tensor | None, layout: torch.layout | None) -> None:
         self._layout = layout
-        self._order = order if chosen is None else chosen[order]
+        self._order, lengths = group_frames(ids.flatten() if valid is None else ids[valid])
+        if valid is not None:
+            self._order = valid.flatten().nonzero().squeeze(1)[self._order]
         self._sizes: list[int] = lengths.tolist()
-        if layout is torch.strided and not self._sizes:
-            raise UsageError(
-                "rollout has no frames, and a nested tensor of strided layout cannot be empty. "
-                "Pass as_nested=False or torch.jagged, or leave this rollout out."
-            )
         longest = max(self._sizes, default=0)
         self.mask = torch.arange(longest, device=ids.device) < lengths.unsqueeze(1)
         self._batch_size = self.mask.shape
@@ -171,8 +129,6 @@ class _Rows:
             self._batch_size = self.mask.shape[:1]
             # One tensor for all leaves: jagged tensors are alike for torch if they share it.
             self._offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        elif layout is torch.strided and len(set(self._sizes)) > 1:
-            self._batch_size = torch.Size([len(self._sizes), -1])
         elif layout is None:
             # Padding is gathered like the rest, then zeroed: for wide rows several times faster
             # than scattering frames into zeros, which torch does element by element.
@@ -180,15 +136,20 @@ class _Rows:
             self._padding = mask.logical_not().nonzero().squeeze(1)
             self._cells = torch.zeros_like(mask, dtype=torch.int64)
             self._cells[mask] = self._order
+        elif not self._sizes:
+            raise UsageError(
+                "rollout has no frames, and a nested tensor of strided layout cannot be empty. "
+                "Pass as_nested=False or torch.jagged, or leave this rollout out."
+            )
+        elif len(set(self._sizes)) > 1:
+            self._batch_size = torch.Size([len(self._sizes), -1])
 
-    def tree(self, node: TensorDictBase, batch_dims: int) -> TensorDict:
-        """Return a TensorDict of batch size `[..., T]` with its frames in rows."""
+    def cut(self, rollout: TensorDictBase) -> TensorDict:
+        """Return a rollout `[..., T]` with its frames in rows."""
         leaves = {}
-        for key, value in node.items():
+        for key, value in rollout.items(True, True, is_leaf=is_leaf_nontensor):
             if isinstance(value, Tensor):
-                leaves[key] = self._tensor(value.flatten(0, batch_dims - 1))
-            elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
-                leaves[key] = self.tree(value, batch_dims)
+                leaves[key] = self._tensor(value.flatten(0, rollout.batch_dims - 1))
             elif isinstance(value, NonTensorData):  # one value for all frames
                 leaves[key] = NonTensorData(value.data, batch_size=self._batch_size)
             else:
@@ -196,7 +157,7 @@ class _Rows:
                     f"{key!r} is a {type(value).__name__}, which cannot be cut into trajectories. "
                     "Leave the entry out, or encode it as a tensor."
                 )
-        return TensorDict(leaves, self._batch_size, device=node.device)
+        return TensorDict(leaves, self._batch_size, device=rollout.device)
 
     def _tensor(self, frames: Tensor) -> Tensor:
         device = frames.device
@@ -216,9 +177,24 @@ class _Rows:
         )
 
 
+def _values(rollout: TensorDictBase, *keys: NestedKey) -> Tensor | None:
+    """Return the first of these entries that is there, one value per frame, as `[rows, T]`."""
+    for key in keys:
+        values = rollout.get(key, None)
+        if values is None:
+            continue
+        if values.numel() != rollout.batch_size.numel():
+            raise UsageError(
+                f"{key!r} has shape {list(values.shape)}, but one value per frame is needed: the "
+                f"batch size {list(rollout.batch_size)}, or that with a trailing 1."
+            )
+        return values.reshape(rollout.batch_size[:-1].numel(), rollout.batch_size[-1])
+    return None
+
+
 def _ids_from_done(rollout: TensorDictBase, done_key: NestedKey, valid: Tensor | None) -> Tensor:
     """Return ids as `[rows, T]` that change after each true flag and at each row's start."""
-    done = frame_values(rollout, ("next", *_path(done_key)), done_key)
+    done = _values(rollout, ("next", *_path(done_key)), done_key)
     if done is None:
         raise UsageError(
             f"rollout has no trajectory ids and no done flags at {done_key!r}; it has "

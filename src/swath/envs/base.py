@@ -5,23 +5,21 @@ A collector does not come through here: it drives the group underneath directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from swath.errors import ClosedError, EnvError, UsageError
+from swath.envs.group import called
+from swath.errors import ClosedError, UsageError
 from swath.memory import HeapMemory, Layout, Slab
 from swath.policies import ActionSampler, Interface, as_policy, check_range, to_array
-from swath.rollout import BoundEnvs, CallFailed, EnvGroup, Plan, Runner, columns, keys
+from swath.rollout import BoundEnvs, EnvGroup, Plan, Runner, columns, keys
 from swath.seeding import env_seed
 from swath.tree import Leaf, key_name, nest
 
 __all__ = ["Env"]
-
-_ROOT_FLAGS = (keys.DONE, keys.TERMINATED, keys.TRUNCATED)
 
 
 class Env:
@@ -67,8 +65,8 @@ class Env:
         slab, bound = self._opened()
         which = None if mask is None else mask.reshape(-1).nonzero()[:, 0].tolist()
         if which != []:
-            _called(bound.reset, 0, which)
-            for key in _ROOT_FLAGS:
+            called(bound.reset, 0, which)
+            for key in columns.ROOT_FLAGS:
                 slab.arrays[key][0, slice(None) if which is None else which] = False
         return self._row(slab, root=True)
 
@@ -84,14 +82,14 @@ class Env:
                 )
             slab.arrays[leaf.key][0] = self._checked(leaf, to_array(action))
         columns.clear(slab)
-        ended = _called(bound.step, 0)
+        ended = called(bound.step, 0)
         slab.arrays[keys.NEXT_DONE][0, ended] = True
-        row = self._row(slab, root=False)
         for leaf in self._interface.observations:  # the outcome is where the next step starts
-            slab.arrays[leaf.key][0] = slab.arrays[leaf.key][1]
-        for key in _ROOT_FLAGS:
+            observation = slab.arrays[leaf.key]
+            slab.arrays[keys.following(leaf.key)][0] = observation[0] = observation[1]
+        for key in columns.ROOT_FLAGS:
             slab.arrays[key][0] = slab.arrays[keys.following(key)][0]
-        return tensordict.set("next", row)
+        return tensordict.set("next", self._row(slab, root=False))
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Step with a random action, written into the TensorDict."""
@@ -113,16 +111,11 @@ class Env:
 
     def _row(self, slab: Slab, *, root: bool) -> TensorDict:
         """Return a copy of what the envs show: their state, or the outcome of a step."""
-        seen = {
-            leaf.key: slab.tensors[leaf.key][0 if root else 1]
-            for leaf in self._interface.observations
-        }
-        for key in slab.layout.places:
-            if root and key in _ROOT_FLAGS:
-                seen[key] = slab.tensors[key][0]
-            elif not root and key[0] == "next" and key[1:] not in seen:
-                seen[key[1:]] = slab.tensors[key][0]
-        rows = {key: (row if self.group.batched else row[0]).clone() for key, row in seen.items()}
+        rows = {}
+        for key, place in slab.layout.places.items():
+            if place.field.carried if root else key[0] == "next":
+                row = slab.tensors[key][0] if self.group.batched else slab.tensors[key][0, 0]
+                rows[key if root else key[1:]] = row.clone()
         return TensorDict(nest(rows), self.batch_size)
 
     # -- whole rollouts -------------------------------------------------------------------------
@@ -185,13 +178,3 @@ class Env:
             f"{type(self).__name__}(num_envs={self.num_envs}, "
             f"observation_space={self.observation_space}, action_space={self.action_space})"
         )
-
-
-def _called(call: Callable[..., Any], *args: Any) -> Any:
-    """Make a call into the envs; what they raise is the cause of an `EnvError`."""
-    try:
-        return call(*args)
-    except CallFailed as failure:
-        cause = failure.__cause__
-        text = failure.message or f"the env raised {type(cause).__name__}: {cause}"
-        raise EnvError(text, env=failure.index) from cause

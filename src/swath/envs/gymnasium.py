@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,103 +9,53 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from swath.envs.info import InfoKeys, InfoNames
-from swath.envs.pickling import pickled
-from swath.errors import UsageError
+from swath.envs.group import Group, as_declared, close_all
+from swath.envs.info import InfoNames, info_fields, info_writer
 from swath.memory import Slab
 from swath.rollout import CallFailed, keys
-from swath.tree import Leaf, action_leaves, builder, fetch, key_name, observation_leaves
+from swath.tree import Leaf
 
-__all__ = ["GymGroup", "as_declared", "make_gym"]
-
-
-def make_gym(env: str | gym.Env[Any, Any], **kwargs: Any) -> gym.Env[Any, Any]:
-    """Return a gymnasium env from an id, or the env itself."""
-    if isinstance(env, gym.Env):
-        return env
-    # Gymnasium's own checker looks at the first steps only; the collector checks every one.
-    kwargs = {"disable_env_checker": True, **kwargs}
-    try:
-        return gym.make(env, **kwargs)
-    except Exception as error:  # of the many things that the constructor of an env may raise
-        raise UsageError(f"gymnasium cannot make the env {env!r}: {error}") from error
+__all__ = ["GymGroup"]
 
 
-class GymGroup:
+class GymGroup(Group):
     """N gymnasium envs with equal spaces; see `swath.rollout.env.EnvGroup`."""
 
-    skips_rows = False
-    resets_singly = True
-    freezes = True
+    kept = ("envs", "_seeds", "_first", "live")
 
     def __init__(
         self, envs: Sequence[gym.Env[Any, Any]], batched: bool, info_keys: InfoNames = ()
     ) -> None:
-        self.envs = list(envs)
-        self._bare = [_bare(env) for env in self.envs]
-        self.num_envs, self.batched = len(self.envs), batched
-        self.observation_space = self.envs[0].observation_space
-        self.action_space = self.envs[0].action_space
-        self.observations = observation_leaves(self.observation_space)
-        self.actions = action_leaves(self.action_space)
-        self.info = InfoKeys(info_keys)
+        super().__init__(len(envs), envs[0].observation_space, envs[0].action_space)
+        self.envs, self.batched = list(envs), batched
+        self.time_limits = [_bare(env)[1] for env in envs]
         self._seeds: list[int | None] = [None] * self.num_envs
         self._first: list[tuple[Any, dict[str, Any]] | None] = [None] * self.num_envs
-        self.live = list(range(self.num_envs))
-        if self.info:
-            # The shape of an info entry is known only from an info: this reset is the first one.
-            first = self._first[0] = self._reset_one(0)
-            self.info.settle(first[1])
+        self.info_fields = info_fields(info_keys, self._first_info)
+
+    def _first_info(self) -> dict[str, Any]:
+        """Return what only an info can tell, from a reset that counts as the first one."""
+        first = self._first[0] = self._reset_one(0)
+        return first[1]
 
     @classmethod
     def joined(cls, groups: Sequence[GymGroup]) -> GymGroup:
         """Return one group of the envs of several that store the same infos."""
         joined = cls([env for group in groups for env in group.envs], batched=True)
-        joined.info = groups[0].info
+        joined.info_fields = groups[0].info_fields
         joined._seeds = [seed for group in groups for seed in group._seeds]
         joined._first = [first for group in groups for first in group._first]
         return joined
 
-    @property
-    def info_fields(self) -> list[Any]:
-        """See `EnvGroup`."""
-        return self.info.fields
-
     def seed(self, seeds: Sequence[int]) -> None:
-        """See `EnvGroup`."""
         self._seeds = list(seeds)
         self._first = [None] * self.num_envs
 
-    def freeze(self, which: Sequence[int]) -> None:
-        """See `EnvGroup`."""
-        gone = {int(i) for i in which}
-        self.live = [i for i in self.live if i not in gone]
-
-    @property
-    def time_limits(self) -> Sequence[int | None]:
-        """See `EnvGroup`."""
-        return [limit for _, limit in self._bare]
-
     def bind(self, slab: Slab, *, bare: bool = False) -> _BoundGym:
-        """See `EnvGroup`."""
-        return _BoundGym(self, slab, [env for env, _ in self._bare] if bare else self.envs)
-
-    def snapshot(self) -> bytes | None:
-        """See `EnvGroup`."""
-        return pickled((self.envs, self._seeds, self._first, self.live))
-
-    def restore(self, snapshot: bytes) -> None:
-        """See `EnvGroup`."""
-        state = pickle.loads(snapshot)
-        self.close()
-        self.envs, self._seeds, self._first, self.live = state
-        self._bare = [_bare(env) for env in self.envs]
+        return _BoundGym(self, slab, [_bare(env)[0] if bare else env for env in self.envs])
 
     def close(self) -> None:
-        """See `EnvGroup`; closes all, though closing one may fail."""
-        with contextlib.ExitStack() as stack:
-            for env in self.envs:
-                stack.callback(env.close)
+        close_all(self.envs)
 
     def first(self, i: int) -> Any:
         """Start an episode of env i, with its seed if it has one not used yet; observe it."""
@@ -152,24 +100,20 @@ class _BoundGym:
         self._terminated = slab.arrays[keys.NEXT_TERMINATED][:, :, 0]
         self._truncated = slab.arrays[keys.NEXT_TRUNCATED][:, :, 0]
         self._actions = _action_reader(group, slab)
-        self._info = group.info.bind(slab) if group.info else None
+        self._info = info_writer(group.info_fields, slab) if group.info_fields else None
         leaf = self._leaves[0]
-        self._flat = len(self._leaves) == 1 and not leaf.path and leaf.shape != ()
-        self._steps = [env.step for env in envs]
+        flat = len(self._leaves) == 1 and not leaf.path and leaf.shape != ()
+        self._form = flat, leaf, leaf.shape, leaf.dtype
+        self._everyone, self._steps = range(len(envs)), [env.step for env in envs]
 
     def reset(self, t: int, which: Sequence[int] | None) -> None:
-        """See `BoundEnvs`."""
         group = self._group
-        which = range(group.num_envs) if which is None else which
-        if len(group.live) < group.num_envs:
-            group.live = sorted({*group.live, *map(int, which)})
-        for i in which:
+        group.thaw(which)
+        for i in range(group.num_envs) if which is None else which:
             self._write(group.first(i), [array[t] for array in self._obs], i)
 
     def step(self, t: int) -> Sequence[int]:
-        """See `BoundEnvs`."""
-        leaf, flat = self._leaves[0], self._flat
-        shape, dtype, array = leaf.shape, leaf.dtype, np.ndarray
+        (flat, leaf, shape, dtype), array = self._form, np.ndarray
         rows, rewards, info_to = [o[t + 1] for o in self._obs], self._reward[t], self._info
         row = rows[0]
         ended: list[int] = []
@@ -195,65 +139,32 @@ class _BoundGym:
                 if info_to is not None:
                     info_to(info, t, i)
         except CallFailed as failure:
-            failure.completed = [j for j in self._group.live if j < i]
+            failure.completed = self._before(i)
             raise
         except Exception as error:
             raised = CallFailed(i, "step()", _own_error(error))
-            raised.completed = [j for j in self._group.live if j < i]
+            raised.completed = self._before(i)
             raise raised from error
         return ended
 
     def _calls(self, t: int) -> Iterable[tuple[int, Callable[..., Any], Any]]:
         """Return number, `step` and action of each env that is not frozen."""
-        live, actions = self._group.live, self._actions(t)
-        if len(live) == len(self._steps):
-            return zip(live, self._steps, actions)  # noqa: B905 - strict takes time
+        live, everyone, actions = self._group.live, self._everyone, self._actions(t)
+        if len(live) == len(everyone):
+            return zip(everyone, self._steps, actions)  # noqa: B905 - strict takes time
         if self._info is not None:
-            for i in set(range(len(self._steps))).difference(live):
+            for i in np.setdiff1d(everyone, live).tolist():
                 self._info({}, t, i)
-        return [(i, self._steps[i], actions[i]) for i in live]
+        return [(i, self._steps[i], actions[i]) for i in live.tolist()]
+
+    def _before(self, i: int) -> list[int]:
+        """Return the envs that are stepped before env i."""
+        return [j for j in self._group.live.tolist() if j < i]
 
     def _write(self, observation: Any, rows: Sequence[np.ndarray], i: int) -> None:
         """Write the observation of env i into these rows, one for each leaf."""
         for leaf, row in zip(self._leaves, rows):  # noqa: B905 - strict takes time
-            value = observation
-            try:
-                for name in leaf.path:
-                    value = value[name]
-                if value.shape == leaf.shape and value.dtype is leaf.dtype:
-                    row[i] = value
-                    continue
-            except (AttributeError, KeyError, IndexError, TypeError):
-                pass  # as_declared takes what has another form, or says what is wrong with it
             row[i] = as_declared(observation, leaf, leaf.shape, i)
-
-
-def as_declared(
-    observation: Any, leaf: Leaf, shape: tuple[int, ...], i: int | None = None
-) -> np.ndarray:
-    """Return a leaf of an observation in its declared form, or say how it left it.
-
-    Args:
-        observation: What the env gave.
-        leaf: Which part of it.
-        shape: The expected shape, with the leading dimension of a vector env.
-        i: The env, if it is known.
-    """
-    try:
-        array = np.asarray(fetch(observation, leaf.path))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        text = f"the observation gives no array for {key_name(leaf.key)}, which its space has"
-        raise CallFailed(i, "step()", f"{text} ({type(error).__name__}: {error})") from error
-    if array.shape == shape and (
-        array.dtype == leaf.dtype or np.can_cast(array.dtype, leaf.dtype, "same_kind")
-    ):
-        return array
-    raise CallFailed(
-        i,
-        "step()",
-        f"the observation {key_name(leaf.key)} has shape {array.shape} and dtype {array.dtype}, "
-        f"but the observation space declares {shape} and {leaf.dtype}. Fix the env or its space",
-    )
 
 
 def _own_error(error: Exception) -> str | None:
@@ -276,8 +187,7 @@ def _action_reader(group: GymGroup, slab: Slab) -> Callable[[int], Sequence[Any]
     readers = [_leaf_reader(a, leaf) for a, leaf in zip(arrays, group.actions, strict=True)]
     if len(readers) == 1 and not group.actions[0].path:
         return readers[0]
-    build = builder(group.action_space, group.actions)
-    n = group.num_envs
+    build, n = group.build_action, group.num_envs
 
     def read(t: int) -> Sequence[Any]:
         values = [reader(t) for reader in readers]

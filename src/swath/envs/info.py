@@ -1,8 +1,13 @@
-"""Numeric entries of the info dicts, stored below `("next", "info")`."""
+"""Numeric entries of the info dicts, stored below `("next", "info")`.
+
+A name alone is stored as float64 with the shape it has in the info of the first reset (a number if
+it is not there), NaN where a step has none. A name with a gymnasium space is stored in the form of
+that space, 0 where a step has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import gymnasium as gym
@@ -10,75 +15,22 @@ import numpy as np
 import torch
 
 from swath.errors import UsageError
-from swath.memory import Field, Slab, numpy_dtype, torch_dtype
+from swath.memory import Field, Slab, torch_dtype
 from swath.rollout import CallFailed, keys
 
-__all__ = ["InfoKeys", "InfoNames"]
+__all__ = ["InfoNames", "first_present", "info_fields", "info_writer", "vector_info_writer"]
 
 InfoNames: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any]]"
 """Which entries to store: their names, or names with the spaces that give their form."""
 
 
-class InfoKeys:
-    """Which entries are stored, and in which form.
-
-    A name alone is stored as float64 with the shape it has in the info of the first reset (a number
-    if it is not there), NaN where a step has none. A name with a gymnasium space is stored in the
-    form of that space, 0 where a step has none.
-    """
-
-    def __init__(self, names: InfoNames = ()) -> None:
-        if isinstance(names, str):
-            raise UsageError(f"info_keys must be a list of names; got the string {names!r}.")
-        self._spaces = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
-        self.fields: list[Field] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._spaces)
-
-    def settle(self, info: Mapping[str, Any]) -> None:
-        """Fix the form of each entry from the info of the first reset."""
-        self.fields = [_field(name, space, info.get(name)) for name, space in self._spaces.items()]
-
-    def settle_vector(self, infos: Mapping[str, Any]) -> None:
-        """Fix the form of each entry from the infos of a vector env's first reset."""
-        some: dict[str, Any] = {}
-        for name in self._spaces:
-            values, there = infos.get(name), infos.get(f"_{name}")
-            if values is not None and (there is None or np.any(there)):
-                first = 0 if there is None else int(np.argmax(there))
-                some[name] = values if isinstance(values, Mapping) else values[first]
-        self.settle(some)
-
-    def bind(self, slab: Slab) -> Callable[[Mapping[str, Any], int, int], None]:
-        """Return the function that stores the info of env i at step t."""
-        columns = [(f.key[-1], slab.arrays[f.key], _missing(f), f.shape) for f in self.fields]
-
-        def store(info: Mapping[str, Any], t: int, i: int) -> None:
-            for name, array, missing, shape in columns:
-                value = info.get(name, missing)
-                if np.shape(value) != shape and value is not missing:
-                    raise CallFailed(i, "step()", _misfit(name, value, shape))
-                try:
-                    array[t, i] = value
-                except (TypeError, ValueError) as error:
-                    raise CallFailed(i, "step()", _misfit(name, value, shape)) from error
-
-        return store
-
-    def bind_vector(self, slab: Slab) -> Callable[[Mapping[str, Any], int, np.ndarray], None]:
-        """Return the function that stores a vector env's infos of step t for these envs."""
-        columns = [(f.key[-1], slab.arrays[f.key], _missing(f), f.shape) for f in self.fields]
-
-        def store(infos: Mapping[str, Any], t: int, envs: np.ndarray) -> None:
-            for name, array, missing, shape in columns:
-                array[t, envs] = missing
-                values, there = infos.get(name), infos.get(f"_{name}")
-                having = envs if there is None else envs[np.asarray(there, bool)[envs]]
-                if values is not None and len(having):
-                    array[t, having] = _rows(name, values, having, shape)
-
-        return store
+def info_fields(names: InfoNames, first_info: Callable[[], Mapping[str, Any]]) -> list[Field]:
+    """Return the field of each entry; an info is asked for only if there are entries to store."""
+    if isinstance(names, str):
+        raise UsageError(f"info_keys must be a list of names; got the string {names!r}.")
+    spaces = names if isinstance(names, Mapping) else dict.fromkeys(names)
+    info = first_info() if spaces else {}
+    return [_field(name, space, info.get(name)) for name, space in spaces.items()]
 
 
 def _field(name: str, space: gym.Space[Any] | None, example: Any) -> Field:
@@ -96,26 +48,72 @@ def _field(name: str, space: gym.Space[Any] | None, example: Any) -> Field:
     return Field(key, tuple(array.shape), torch.float64)
 
 
-def _rows(name: str, values: Any, envs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the entries of these envs, `[n, *shape]`."""
+def first_present(infos: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return these entries of a vector env's infos, each of the first env that has it."""
+    info = {}
+    for name in names:
+        values, there = infos.get(name), infos.get(f"_{name}")
+        if values is not None and (there is None or np.any(there)):
+            first = 0 if there is None else int(np.argmax(there))
+            info[name] = values if isinstance(values, Mapping) else values[first]
+    return info
+
+
+def info_writer(
+    fields: Sequence[Field], slab: Slab
+) -> Callable[[Mapping[str, Any], int, int], None]:
+    """Return the function that stores the info of env i at step t."""
+    columns = _columns(fields, slab)
+
+    def store(info: Mapping[str, Any], t: int, i: int) -> None:
+        for name, array, missing, shape in columns:
+            value = info.get(name, missing)
+            array[t, i] = value if value is missing else _numbers(name, value, shape, env=i)
+
+    return store
+
+
+def vector_info_writer(
+    fields: Sequence[Field], slab: Slab
+) -> Callable[[Mapping[str, Any], int, np.ndarray], None]:
+    """Return the function that stores a vector env's infos of step t for these envs."""
+    columns = _columns(fields, slab)
+
+    def store(infos: Mapping[str, Any], t: int, envs: np.ndarray) -> None:
+        for name, array, missing, shape in columns:
+            array[t, envs] = missing
+            values, there = infos.get(name), infos.get(f"_{name}")
+            having = envs if there is None else envs[np.asarray(there, bool)[envs]]
+            if values is not None and len(having):
+                array[t, having] = _numbers(name, values, (len(having), *shape), having)
+
+    return store
+
+
+def _columns(fields: Sequence[Field], slab: Slab) -> list[tuple[str, np.ndarray, Any, Any]]:
+    """Return of each entry its name, its column, what stands for a missing one, and its shape."""
+    return [
+        (f.key[-1], slab.arrays[f.key], np.nan if f.dtype.is_floating_point else 0, f.shape)
+        for f in fields
+    ]
+
+
+def _numbers(
+    name: str, value: Any, shape: tuple[int, ...], rows: Any = ..., env: int | None = None
+) -> np.ndarray:
+    """Return an entry, or these rows of it, as numbers of this shape."""
+    what, cause = type(value).__name__, None
     try:
-        rows = np.asarray(values)[envs]
-        if rows.dtype == object:  # what a vector env does not know, a list say, it keeps as it is
-            rows = np.asarray(rows.tolist())
+        array = np.asarray(value)[rows]
+        what += f" of shape {array.shape}"
+        if array.dtype == object:  # what a vector env does not know, a list say, it keeps as it is
+            array = np.asarray(array.tolist())
+        if array.shape == shape and array.dtype.kind in "fiub":
+            return array
     except (TypeError, ValueError, IndexError) as error:
-        raise CallFailed(None, "step()", _misfit(name, values, shape)) from error
-    if rows.shape[1:] != shape or rows.dtype.kind not in "fiub":
-        raise CallFailed(None, "step()", _misfit(name, rows, (len(envs), *shape)))
-    return rows
-
-
-def _missing(field: Field) -> Any:
-    return np.nan if numpy_dtype(field.dtype).kind == "f" else 0
-
-
-def _misfit(name: str, value: Any, shape: tuple[int, ...]) -> str:
-    return (
-        f"info[{name!r}] is a {type(value).__name__} of shape {np.shape(value)}; numbers of shape "
-        f"{shape} were expected. Say what it is with a space, "
-        f"info_keys={{{name!r}: gymnasium.spaces.Box(...)}}, or leave it out"
+        cause = error
+    text = (
+        f"info[{name!r}] is a {what}; numbers of shape {shape} were expected. Say what it is with "
+        f"a space, info_keys={{{name!r}: gymnasium.spaces.Box(...)}}, or leave it out"
     )
+    raise CallFailed(env, "step()", text) from cause

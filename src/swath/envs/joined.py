@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
+from swath.envs.group import Group, close_all
 from swath.envs.gymnasium import GymGroup
 from swath.errors import UsageError
 from swath.memory import Slab
 from swath.rollout import BoundEnvs, CallFailed, EnvGroup
-from swath.tree import Leaf, action_leaves, observation_leaves
+from swath.tree import action_leaves, observation_leaves
 
 __all__ = ["JoinedGroup", "join"]
 
 
 def join(groups: Sequence[EnvGroup]) -> EnvGroup:
-    """Return one batched group of all envs, which must have equal spaces."""
-    for number, group in enumerate(groups[1:], 1):
+    """Return one batched group of all envs, which must be able to share a slab."""
+    for number, group in enumerate(groups):
         _check_equal(groups[0], group, number)
-    _refuse_doubles(groups)
-    gyms = [group for group in groups if isinstance(group, GymGroup)]
-    return GymGroup.joined(gyms) if len(gyms) == len(groups) else JoinedGroup(groups)
-
-
-def _refuse_doubles(groups: Sequence[EnvGroup]) -> None:
-    envs: list[Any] = []
-    for group in groups:
-        if isinstance(group, GymGroup):
-            envs += [env.unwrapped for env in group.envs]
-        else:
-            envs.append(getattr(group, "env", group))
-    if len({id(env) for env in envs}) < len(envs):
+    envs = [e for g in groups for e in getattr(g, "envs", [getattr(g, "env", g)])]
+    if len({id(e.unwrapped if isinstance(e, gym.Env) else e) for e in envs}) < len(envs):
         raise UsageError(
             "one env object cannot be used for several envs; pass a callable that makes a new one "
             "at each call."
         )
+    gyms = [group for group in groups if isinstance(group, GymGroup)]
+    return GymGroup.joined(gyms) if len(gyms) == len(groups) else JoinedGroup(groups)
 
 
 def _check_equal(first: EnvGroup, other: EnvGroup, number: int) -> None:
-    """Refuse groups that cannot share a slab."""
     for name, leaves in (
         ("observation_space", observation_leaves),
         ("action_space", action_leaves),
     ):
         ours, theirs = getattr(first, name), getattr(other, name)
-        if _forms(leaves(ours)) != _forms(leaves(theirs)):
+        if leaves(ours) != leaves(theirs):
             raise UsageError(
                 f"env {number} has {name} {theirs}, but the first one has {ours}; all "
                 "envs of a collector must have equal spaces."
@@ -60,95 +51,72 @@ def _check_equal(first: EnvGroup, other: EnvGroup, number: int) -> None:
         )
 
 
-def _forms(leaves: Sequence[Leaf]) -> list[Any]:
-    """Return what must be equal: a lone Box and a Dict with `"observation"` are one form."""
-    return [(leaf.key, leaf.shape, leaf.dtype, leaf.space) for leaf in leaves]
-
-
-class JoinedGroup:
-    """Groups side by side, each writing its own part of the slab; see `EnvGroup`."""
-
-    batched = True
-    time_limits = None
+class JoinedGroup(Group):
+    """Groups side by side, each writing its own part of the slab."""
 
     def __init__(self, groups: Sequence[EnvGroup]) -> None:
-        self.groups = list(groups)
         ends = np.cumsum([group.num_envs for group in groups]).tolist()
-        self.spans = [(end - g.num_envs, end) for end, g in zip(ends, groups, strict=True)]
-        self.num_envs = ends[-1]
-        self.observation_space = groups[0].observation_space
-        self.action_space = groups[0].action_space
+        super().__init__(ends[-1], groups[0].observation_space, groups[0].action_space)
+        self.parts = [(g, end - g.num_envs, end) for g, end in zip(groups, ends, strict=True)]
         self.info_fields = groups[0].info_fields
         self.skips_rows = any(group.skips_rows for group in groups)
         self.resets_singly = all(group.resets_singly for group in groups)
         self.freezes = all(group.freezes for group in groups)
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """See `EnvGroup`."""
-        for group, (start, end) in zip(self.groups, self.spans, strict=True):
+        for group, start, end in self.parts:
             group.seed(seeds[start:end])
 
     def freeze(self, which: Sequence[int]) -> None:
-        """See `EnvGroup`."""
-        for group, inside in zip(self.groups, self.share(which), strict=True):
-            group.freeze(inside)
-
-    def share(self, which: Sequence[int]) -> list[list[int]]:
-        """Return the envs of each group among these, by their number there."""
-        return [[int(i) - start for i in which if start <= i < end] for start, end in self.spans]
+        for group, start, end in self.parts:
+            group.freeze(_inside(which, start, end))
 
     def bind(self, slab: Slab, *, bare: bool = False) -> _BoundJoined:
-        """See `EnvGroup`."""
-        parts = [slab.part(start, end) for start, end in self.spans]
-        return _BoundJoined(self, [g.bind(p) for g, p in zip(self.groups, parts, strict=True)])
+        return _BoundJoined([(g.bind(slab.part(*span)), *span) for g, *span in self.parts])
 
     def snapshot(self) -> list[Any] | None:
-        """See `EnvGroup`."""
-        snapshots = [group.snapshot() for group in self.groups]
+        snapshots = [group.snapshot() for group, _, _ in self.parts]
         return None if any(one is None for one in snapshots) else snapshots
 
     def restore(self, snapshot: list[Any]) -> None:
-        """See `EnvGroup`."""
-        for group, one in zip(self.groups, snapshot, strict=True):
+        for (group, _, _), one in zip(self.parts, snapshot, strict=True):
             group.restore(one)
 
     def close(self) -> None:
-        """See `EnvGroup`; closes all, though closing one may fail."""
-        with contextlib.ExitStack() as stack:
-            for group in self.groups:
-                stack.callback(group.close)
+        close_all(group for group, _, _ in self.parts)
 
 
 class _BoundJoined:
-    def __init__(self, group: JoinedGroup, bound: Sequence[BoundEnvs]) -> None:
-        self._group = group
-        self._parts = [(b, start) for b, (start, _) in zip(bound, group.spans, strict=True)]
+    def __init__(self, parts: Sequence[tuple[BoundEnvs, int, int]]) -> None:
+        self._parts = parts
 
     def reset(self, t: int, which: Sequence[int] | None) -> None:
-        """See `BoundEnvs`."""
-        shares = [None] * len(self._parts) if which is None else self._group.share(which)
-        for (bound, start), inside in zip(self._parts, shares, strict=True):
-            if inside is None or inside:
-                _located(bound.reset, start, t, inside)
+        for bound, start, end in self._parts:
+            inside = None if which is None else _inside(which, start, end)
+            if inside != []:
+                try:
+                    bound.reset(t, inside)
+                except CallFailed as failure:
+                    raise _located(failure, start) from failure.__cause__
 
     def step(self, t: int) -> Sequence[int]:
-        """See `BoundEnvs`."""
         ended: list[int] = []
-        for bound, start in self._parts:
+        for bound, start, _ in self._parts:
             try:
-                inside = _located(bound.step, start, t)
+                ended.extend(start + i for i in bound.step(t))
             except CallFailed as failure:
-                failure.completed = [*range(start), *(i + start for i in failure.completed)]
-                raise
-            ended.extend(start + i for i in inside)
+                failure.completed = [*range(start), *(start + i for i in failure.completed)]
+                raise _located(failure, start) from failure.__cause__
         return ended
 
 
-def _located(call: Callable[..., Any], start: int, *args: Any) -> Any:
-    """Make a call; a failure names envs by their number in the whole."""
-    try:
-        return call(*args)
-    except CallFailed as failure:
-        if failure.index is not None:
-            failure.index += start
-        raise
+def _inside(which: Sequence[int], start: int, end: int) -> list[int]:
+    """Return those of these envs that a part has, by their number there."""
+    return [int(i) - start for i in which if start <= i < end]
+
+
+def _located(failure: CallFailed, start: int) -> CallFailed:
+    """Return a failure that names its env by the number in the whole."""
+    if failure.index is not None:
+        failure.index += start
+    return failure

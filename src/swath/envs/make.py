@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 
 from swath.envs.base import Env
-from swath.envs.gymnasium import GymGroup, make_gym
+from swath.envs.batch import NativeGroup
+from swath.envs.group import called, close_all
+from swath.envs.gymnasium import GymGroup
 from swath.envs.info import InfoNames
 from swath.envs.joined import join
 from swath.envs.native import TorchEnv
-from swath.envs.tensors import NativeGroup
 from swath.envs.torchrl import TorchRLGroup, is_torchrl_env
 from swath.envs.vector import VectorGroup
 from swath.errors import SwathError, UsageError
@@ -39,25 +39,16 @@ def as_group(
     """
     if isinstance(source, (list, tuple)):
         return _from_list(source, kwargs, info_keys)
-    if isinstance(source, str):
-        return _wrap(make_gym(source, **(kwargs or {})), info_keys)
-    is_env = _is_env(source)
-    if is_env and kwargs:
+    env = source
+    if not (isinstance(source, str) or _is_env(source)):
+        env, kwargs = _made(source, kwargs or {}), None
+    if isinstance(env, str):
+        env = _registered(env, kwargs or {})
+    elif kwargs:
         raise UsageError(
             f"keyword arguments {sorted(kwargs)} go with an env id or a callable, not with an env."
         )
-    if is_env:
-        return _wrap(source, info_keys)
-    if not callable(source):
-        raise UsageError(f"create_env_fn is {source!r}; expected {_ACCEPTED}.")
-    made = _call(partial(source, **kwargs) if kwargs else source)
-    if isinstance(made, str):
-        return _wrap(make_gym(made), info_keys)
-    if not _is_env(made):
-        raise UsageError(
-            f"the env maker {source!r} returned {type(made).__name__}; expected {_ACCEPTED}."
-        )
-    return _wrap(made, info_keys)
+    return called(_wrap, env, info_keys)
 
 
 def _from_list(
@@ -71,20 +62,34 @@ def _from_list(
             groups.append(as_group(source, kwargs, info_keys))
         return groups[0] if len(groups) == 1 else join(groups)
     except BaseException:
-        for group in groups:  # nobody else will
-            group.close()
+        close_all(groups)  # nobody else will
         raise
 
 
-def _call(make: Callable[[], Any]) -> Any:
+def _made(maker: Any, kwargs: Mapping[str, Any]) -> Any:
+    if not callable(maker):
+        raise UsageError(f"create_env_fn is {maker!r}; expected {_ACCEPTED}.")
     try:
-        return make()
+        made = maker(**kwargs)
     except SwathError:
         raise
     except Exception as error:
         raise UsageError(
-            f"the env maker {make!r} raised {type(error).__name__}: {error}"
+            f"the env maker {maker!r} raised {type(error).__name__}: {error}"
         ) from error
+    if not (isinstance(made, str) or _is_env(made)):
+        raise UsageError(
+            f"the env maker {maker!r} returned {type(made).__name__}; expected {_ACCEPTED}."
+        )
+    return made
+
+
+def _registered(name: str, kwargs: Mapping[str, Any]) -> gym.Env[Any, Any]:
+    # Gymnasium's own checker looks at the first steps only; the collector checks every one.
+    try:
+        return gym.make(name, **{"disable_env_checker": True, **kwargs})
+    except Exception as error:  # of the many things that the constructor of an env may raise
+        raise UsageError(f"gymnasium cannot make the env {name!r}: {error}") from error
 
 
 def _is_env(thing: Any) -> bool:
@@ -108,4 +113,6 @@ def _wrap(env: Any, info_keys: InfoNames) -> EnvGroup:
         )
     if isinstance(env, Env):
         return env.group
-    return TorchRLGroup(env) if is_torchrl_env(env) else NativeGroup(env)
+    if is_torchrl_env(env):
+        return TorchRLGroup(env)
+    return NativeGroup(env, env.num_envs, env.observation_space, env.action_space)

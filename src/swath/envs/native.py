@@ -159,9 +159,9 @@ class BatchedTorchEnv(abc.ABC):
         max_episode_steps: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        _check_at_least_one("num_envs", num_envs)
-        if max_episode_steps is not None:
-            _check_at_least_one("max_episode_steps", max_episode_steps)
+        for name, value in (("num_envs", num_envs), ("max_episode_steps", max_episode_steps)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value!r}.")
         if not dtype.is_floating_point:
             raise UsageError(f"dtype must be a floating point type, got {dtype}.")
         self.num_envs, self.max_episode_steps, self.dtype = num_envs, max_episode_steps, dtype
@@ -357,11 +357,6 @@ class TorchPendulum(BatchedTorchEnv):
     def _observe(self, state: Tensor) -> Tensor:
         angle, speed = state.unbind(-1)
         return torch.stack([angle.cos(), angle.sin(), speed], dim=-1).to(torch.float32)
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise UsageError(f"{name} must be at least 1, got {value!r}.")
 
 
 def _check_shape(

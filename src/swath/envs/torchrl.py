@@ -10,19 +10,18 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from swath.envs.tensors import BoundTensors, TensorGroup, calling
+from swath.envs.batch import NativeGroup
+from swath.envs.group import comes_from
 from swath.errors import UsageError
-from swath.memory import Slab, numpy_dtype
-from swath.tree import Key, key_name, nest
+from swath.memory import numpy_dtype
+from swath.tree import Key, key_name
 
 __all__ = ["OneHot", "TorchRLGroup", "is_torchrl_env"]
 
 
 def is_torchrl_env(env: Any) -> bool:
     """Tell a TorchRL env without importing TorchRL."""
-    return any(
-        t.__name__ == "EnvBase" and t.__module__.startswith("torchrl.") for t in type(env).__mro__
-    )
+    return comes_from(env, "torchrl", "EnvBase")
 
 
 class OneHot(gym.Space[Any]):
@@ -64,6 +63,10 @@ class OneHot(gym.Space[Any]):
 
 def _space_of(spec: Any, key: Key, batch_dims: int) -> gym.Space[Any]:
     """Return the gymnasium space of one env with the form of a TorchRL spec."""
+    kind, inner = type(spec).__name__, getattr(spec, "space", None)
+    if comes_from(spec, "torchrl", "Composite"):
+        parts = {name: _space_of(part, (*key, name), batch_dims) for name, part in spec.items()}
+        return spaces.Dict(parts)
     if spec.dtype is None or spec.shape is None:
         raise UsageError(
             f"the TorchRL env has a {type(spec).__name__} at {key_name(key)}, which is no tensor. "
@@ -71,7 +74,6 @@ def _space_of(spec: Any, key: Key, batch_dims: int) -> gym.Space[Any]:
         )
     shape, dtype = tuple(spec.shape[batch_dims:]), numpy_dtype(spec.dtype)
     scalar: Any = dtype.type
-    kind, inner = type(spec).__name__, getattr(spec, "space", None)
     if kind == "Categorical":
         n = int(inner.n)  # type: ignore[union-attr]
         return spaces.Discrete(n) if shape == () else spaces.MultiDiscrete(np.full(shape, n))
@@ -93,35 +95,10 @@ def _space_of(spec: Any, key: Key, batch_dims: int) -> gym.Space[Any]:
     return spaces.Box(np.iinfo(scalar).min, np.iinfo(scalar).max, shape, scalar)
 
 
-def _composite(spec: Any, batch_dims: int) -> spaces.Dict:
-    """Return the Dict space of a TorchRL composite spec."""
-    flat: dict[Key, Any] = {}
-    for key in spec.keys(True, True):
-        name = (key,) if isinstance(key, str) else tuple(key)
-        flat[name] = _space_of(spec[key], name, batch_dims)
-    return _as_dict_space(nest(flat))
-
-
-def _as_dict_space(tree: dict[str, Any]) -> spaces.Dict:
-    return spaces.Dict(
-        {k: _as_dict_space(v) if isinstance(v, dict) else v for k, v in tree.items()}
-    )
-
-
-def _action_space(env: Any, batch_dims: int) -> gym.Space[Any]:
-    names = [(k,) if isinstance(k, str) else tuple(k) for k in env.action_keys]
-    if names == [("action",)]:
-        return _space_of(env.action_spec, ("action",), batch_dims)
-    if all(name[0] == "action" for name in names):
-        return _composite(env.full_action_spec["action"], batch_dims)
-    raise UsageError(
-        f"the TorchRL env has the action keys {env.action_keys}; all must be at or below 'action'. "
-        "Rename them with a RenameTransform."
-    )
-
-
-class TorchRLGroup(TensorGroup):
+class TorchRLGroup(NativeGroup):
     """A TorchRL `EnvBase`, single or batched, transforms included; see `EnvGroup`."""
+
+    kept = ("env", "live", "state")
 
     def __init__(self, env: Any) -> None:
         dims = len(env.batch_size)
@@ -135,55 +112,47 @@ class TorchRLGroup(TensorGroup):
                 f"the TorchRL env has the reward keys {env.reward_keys}; 'reward' alone is "
                 "supported. Rename it with a RenameTransform."
             )
-        self.batched = dims == 1
-        self.num_envs = int(env.batch_size[0]) if self.batched else 1
-        observations: Any = _composite(env.observation_spec, dims)
-        if list(observations) == ["observation"]:  # policies see the tensor, as of gymnasium's envs
+        if any((key if isinstance(key, str) else key[0]) != "action" for key in env.action_keys):
+            raise UsageError(
+                f"the TorchRL env has the action keys {env.action_keys}; all must be at or below "
+                "'action'. Rename them with a RenameTransform."
+            )
+        observations: Any = _space_of(env.observation_spec, (), dims)
+        self._alone = list(observations) == ["observation"]
+        if self._alone:  # policies see the tensor, as of gymnasium's envs
             observations = observations["observation"]
-        super().__init__(env, observations, _action_space(env, dims))
+        actions = _space_of(env.full_action_spec["action"], ("action",), dims)
+        super().__init__(env, env.batch_size[0] if dims else 1, observations, actions)
+        self.batched = dims == 1
+        self.state: Any = None
+        """What the env must be given at its next step."""
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the env with the first seed: TorchRL derives those of the others itself."""
         with torch.random.fork_rng(devices=[]):  # some TorchRL envs seed torch itself
             self.env.set_seed(int(seeds[0]) % 2**31)
 
-    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundTorchRL:
-        """See `EnvGroup`."""
-        return _BoundTorchRL(self, slab)
+    def _reset(self, mask: torch.Tensor | None) -> Any:
+        if mask is None or not self.batched:
+            self.state = self.env.reset()
+        else:
+            self.state = self.env.reset(self.state.copy().set("_reset", mask[:, None]))
+        return self._seen(self.state)
 
-
-class _BoundTorchRL(BoundTensors):
-    def reset(self, t: int, which: Sequence[int] | None) -> None:
-        """See `BoundEnvs`."""
-        group, mask = self._group, self._group.thaw(which)
-        with calling("reset()"):
-            if which is None or not group.batched:
-                group.state = group.env.reset()
-            else:
-                group.state = group.env.reset(group.state.copy().set("_reset", mask[:, None]))
-            self._write(t, self._seen(group.state), None if which is None else mask)
-
-    def step(self, t: int) -> Sequence[int]:
-        """See `BoundEnvs`."""
-        group, frozen = self._group, self._group.frozen
-        only = ~frozen if frozen.any() else None
-        with calling("step()"):
-            request = group.state.copy()
-            for leaf, tensor in zip(group.actions, self._actions, strict=True):
-                action = tensor[t].clone()
-                request.set(leaf.key, action if group.batched else action[0])
-            if only is not None and group.batched:
-                request.set("_step", only)
-            following = group.env.step(request)["next"]
-            group.state = group.env.step_mdp(request)
-            self._write(t + 1, self._seen(following), only)
-            done = following["done"]
-            terminated = following.get("terminated", done)
-            truncated = following.get("truncated", done & ~terminated)
-            return self._outcome(t, following["reward"], terminated, truncated)
+    def _step(self, actions: Sequence[torch.Tensor]) -> tuple[Any, Any, Any, Any]:
+        request = self.state.copy()
+        for leaf, action in zip(self.actions, actions, strict=True):
+            request.set(leaf.key, action if self.batched else action[0])
+        if self.batched and len(self.live) < self.num_envs:
+            request.set("_step", self.mask(self.live))
+        following = self.env.step(request)["next"]
+        self.state = self.env.step_mdp(request)
+        done = following["done"]
+        terminated = following.get("terminated", done)
+        truncated = following.get("truncated", done & ~terminated)
+        return self._seen(following), following["reward"], terminated, truncated
 
     def _seen(self, tensordict: Any) -> Any:
         """Return the observations `[N, ...]` in the form of the observation space."""
-        batch = tensordict if self._group.batched else tensordict.unsqueeze(0)
-        alone = not isinstance(self._group.observation_space, spaces.Dict)
-        return batch["observation"] if alone else batch
+        batch = tensordict if self.batched else tensordict.unsqueeze(0)
+        return batch["observation"] if self._alone else batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -10,30 +11,25 @@ import numpy as np
 
 __all__ = ["Episodes"]
 
-_LAST = 100
-
 
 class Episodes:
     """Follows the episodes of N envs across rollouts."""
 
     def __init__(self, num_envs: int) -> None:
+        self.lengths = np.zeros(num_envs, np.int64)
+        """Frames so far of each env's open episode, `[N]`."""
         self._returns = np.zeros(num_envs)
-        self._lengths = np.zeros(num_envs, np.int64)
         self.count = 0
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_LAST)
+        # Return and length of the episodes that have ended.
+        self._recent: deque[tuple[float, int]] = deque(maxlen=100)
         self._sums = [0.0, 0.0]
         self._lows: list[float] = [np.inf, np.inf]
         self._highs: list[float] = [-np.inf, -np.inf]
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Frames so far of each env's open episode, `[N]`."""
-        return self._lengths
-
-    def forget(self, which: Sequence[int] | slice = slice(None)) -> None:
-        """Drop the open episodes of these envs: they were cut off and do not count."""
-        self._returns[which] = 0.0
-        self._lengths[which] = 0
+    def forget(self) -> None:
+        """Drop the open episodes: they were cut off and do not count."""
+        self._returns[:] = 0.0
+        self.lengths[:] = 0
 
     def add(
         self, reward: np.ndarray, ends: Sequence[tuple[int, int]], mask: np.ndarray | None
@@ -48,15 +44,17 @@ class Episodes:
         if not len(reward):
             return []
         finished = []
-        total = np.cumsum(reward if mask is None else np.where(mask, reward, 0), 0, np.float64)
-        steps = None if mask is None else np.cumsum(mask, 0)
-        from_return, from_length = -self._returns, -self._lengths
+        if mask is None:
+            frames = np.broadcast_to(np.arange(1, len(reward) + 1)[:, None], reward.shape)
+        else:
+            reward, frames = np.where(mask, reward, 0), np.cumsum(mask, 0)
+        total = np.cumsum(reward, 0, np.float64)
+        from_return, from_length = -self._returns, -self.lengths
         for t, i in ends:
-            frames = t + 1 if steps is None else int(steps[t, i])
-            finished.append((float(total[t, i] - from_return[i]), int(frames - from_length[i])))
-            from_return[i], from_length[i] = total[t, i], frames
-        self._returns = total[-1] - from_return
-        self._lengths = (len(reward) if steps is None else steps[-1]) - from_length
+            value, length = total[t, i] - from_return[i], frames[t, i] - from_length[i]
+            finished.append((float(value), int(length)))
+            from_return[i], from_length[i] = total[t, i], frames[t, i]
+        self._returns, self.lengths = total[-1] - from_return, frames[-1] - from_length
         self.record(finished)
         return finished
 
@@ -72,36 +70,21 @@ class Episodes:
 
     def as_dict(self) -> dict[str, Any]:
         """Return count, and mean, min, max and mean of the last 100 of return and length."""
-        out: dict[str, Any] = {"episodes": self.count}
-        for n, name in enumerate(("return", "length")):
-            recent = [pair[n] for pair in self._recent]
-            out[name] = (
-                {
+        out: dict[str, Any] = {"episodes": self.count, "return": None, "length": None}
+        if self.count:
+            for n, name in enumerate(("return", "length")):
+                out[name] = {
                     "mean": self._sums[n] / self.count,
                     "min": self._lows[n],
                     "max": self._highs[n],
-                    "last_100": sum(recent) / len(recent),
+                    "last_100": sum(pair[n] for pair in self._recent) / len(self._recent),
                 }
-                if self.count
-                else None
-            )
         return out
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all there is."""
-        return {
-            "returns": self._returns.copy(),
-            "lengths": self._lengths.copy(),
-            "count": self.count,
-            "recent": list(self._recent),
-            "sums": list(self._sums),
-            "lows": list(self._lows),
-            "highs": list(self._highs),
-        }
+        return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        self._returns, self._lengths = state["returns"].copy(), state["lengths"].copy()
-        self.count, self._recent = state["count"], deque(state["recent"], maxlen=_LAST)
-        self._sums = list(state["sums"])
-        self._lows, self._highs = list(state["lows"]), list(state["highs"])
+        vars(self).update(copy.deepcopy(state))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -14,38 +13,12 @@ from swath.rollout import keys
 from swath.rollout.keys import following
 from swath.seeding import env_seed
 from swath.testing.envs import episode_plan, reward_of
-from swath.tree import Key, Leaf, action_leaves, builder, fetch, observation_leaves
+from swath.tree import Key, action_leaves, builder, fetch, observation_leaves
 
 __all__ = ["check_replay", "check_transitions"]
 
 _FLAGS = (keys.TERMINATED, keys.TRUNCATED, keys.DONE)
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """What of a collector's options changes where trajectories end."""
-
-    longest: int
-    max_frames_per_traj: int | None
-    set_truncated: bool
-    reset_at_each_iter: bool
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """One delivered transition of a `CountingEnv`."""
-
-    here: tuple[int, int, int]
-    there: tuple[int, int, int]
-    action: dict[Key, np.ndarray]
-    reward: float
-    flags: tuple[bool, bool, bool]
-    """Terminated, truncated, done, below `next`."""
-    begins_done: bool
-    """One of the flags at the root."""
-    traj_id: int
-    last: bool
-    """The last row of its batch."""
+_Frame = dict[Key, Any]  # the numpy value of each key
 
 
 def check_transitions(
@@ -79,89 +52,39 @@ def check_transitions(
         ...     check_transitions([collector.next(), collector.next()])
         60
     """
-    rules = _Rules(longest, max_frames_per_traj, set_truncated, reset_at_each_iter)
-    frames = list(_frames(_listed(batches)))
-    before: dict[int, _Frame] = {}
     owners: dict[int, tuple[int, int]] = {}
-    for frame in frames:
-        stamp, episode, step = frame.here
-        where = f"env {stamp}, episode {episode}, step {step}, id {frame.traj_id}"
-        owner = owners.setdefault(frame.traj_id, (stamp, episode))
+    # Of each env's last frame: where it led, its id, and whether a new episode follows.
+    before: dict[int, tuple[tuple[int, int, int], int, bool]] = {}
+    count = 0
+    for frame, last in _frames(_listed(batches)):
+        here: tuple[int, int, int] = tuple(frame["observation",].tolist())
+        stamp, episode, step = here
+        there, traj_id = (stamp, episode, step + 1), int(frame[keys.TRAJ_IDS])
+        where = f"env {stamp}, episode {episode}, step {step}, id {traj_id}"
+        owner = owners.setdefault(traj_id, (stamp, episode))
         _equal(owner, (stamp, episode), f"{where}: (env, episode) of this id")
-        _check_frame(frame, rules, where)
+
+        length, terminated, truncated = episode_plan(stamp, episode, longest)
+        ends, over = step + 1 == length, step + 1 == max_frames_per_traj
+        cut = over or (last and not ends and (reset_at_each_iter or set_truncated))
+        _equal(any(frame[key].item() for key in _FLAGS), False, f"{where}: a flag at the root")
+        _equal(tuple(frame["next", "observation"].tolist()), there, f"{where}: next observation")
+        action = {key: value for key, value in frame.items() if key[0] == "action"}
+        ending = (ends and terminated, (ends and truncated) or cut)
+        _check_outcome(frame, reward_of(*here, action), *ending, where)
+
         if stamp in before:
-            _check_order(before[stamp], frame, rules, where)
-        before[stamp] = frame
-    return len(frames)
-
-
-def _ending(frame: _Frame, rules: _Rules) -> tuple[tuple[bool, bool, bool], bool]:
-    """Return the flags that a frame must have, and whether its env starts a new episode then."""
-    stamp, episode, step = frame.here
-    length, terminated, truncated = episode_plan(stamp, episode, rules.longest)
-    ends = step + 1 == length
-    over = step + 1 == rules.max_frames_per_traj
-    cut = frame.last and not ends and (rules.reset_at_each_iter or rules.set_truncated)
-    flags = (ends and terminated, (ends and truncated) or over or cut, ends or over or cut)
-    return flags, ends or over or (frame.last and rules.reset_at_each_iter)
-
-
-def _check_frame(frame: _Frame, rules: _Rules, where: str) -> None:
-    stamp, episode, step = frame.here
-    _equal(frame.begins_done, False, f"{where}: a flag at the root")
-    _equal(frame.there, (stamp, episode, step + 1), f"{where}: next observation")
-    _equal(frame.reward, reward_of(*frame.here, frame.action), f"{where}: reward")
-    flags, _ = _ending(frame, rules)
-    _equal(frame.flags, flags, f"{where}: next terminated, truncated, done")
-
-
-def _check_order(before: _Frame, frame: _Frame, rules: _Rules, where: str) -> None:
-    """Check that a frame follows the one before it of the same env."""
-    stamp, episode, _ = before.here
-    _, renewed = _ending(before, rules)
-    start = (stamp, episode + 1, 0) if renewed else before.there
-    if renewed and rules.reset_at_each_iter:
-        # The episode in between may have been cut before its first frame.
-        start = (stamp, max(frame.here[1], episode + 1), 0)
-    _equal(frame.here, start, f"{where}: observation after {before.there}")
-    _equal(frame.traj_id == before.traj_id, not renewed, f"{where}: same id as the frame before")
-
-
-def _equal(got: Any, expected: Any, what: str) -> None:
-    if got != expected:
-        raise AssertionError(f"{what} is {got}; {expected} was expected.")
-
-
-def _listed(batches: Any) -> list[TensorDictBase]:
-    return [batches] if isinstance(batches, TensorDictBase) else list(batches)
-
-
-def _frames(batches: Sequence[TensorDictBase]) -> Iterator[_Frame]:
-    """Yield the frames row by row, masked ones left out."""
-    for batch in batches:
-        last = np.zeros(batch.batch_size, bool)
-        last[..., -1] = True
-        columns = {
-            (key if isinstance(key, tuple) else (key,)): value.numpy().reshape(
-                -1, *value.shape[batch.ndim :]
-            )
-            for key, value in batch.items(True, True)
-        }
-        actions = {key: column for key, column in columns.items() if key[0] == "action"}
-        mask = columns.get(keys.MASK, np.ones(batch.numel(), bool))
-        here, there = columns["observation",].tolist(), columns["next", "observation"].tolist()
-        for n in np.flatnonzero(mask).tolist():
-            terminated, truncated, done = (bool(columns[following(key)][n, 0]) for key in _FLAGS)
-            yield _Frame(
-                tuple(here[n]),
-                tuple(there[n]),
-                {key: column[n] for key, column in actions.items()},
-                float(columns[keys.REWARD][n, 0]),
-                (terminated, truncated, done),
-                any(columns[key][n, 0] for key in _FLAGS),
-                int(columns[keys.TRAJ_IDS][n]),
-                bool(last.reshape(-1)[n]),
-            )
+            start, id_before, renewed = before[stamp]
+            what = f"{where}: observation after {start}"
+            if renewed:
+                # With resets at each batch, an episode may have been cut before its first frame.
+                first = max(start[1] + 1, episode if reset_at_each_iter else 0)
+                start = (stamp, first, 0)
+            _equal(here, start, what)
+            _equal(traj_id == id_before, not renewed, f"{where}: same id as the frame before")
+        before[stamp] = (there, traj_id, ends or over or (last and reset_at_each_iter))
+        count += 1
+    return count
 
 
 def check_replay(
@@ -199,30 +122,59 @@ def _replay(env: gym.Env[Any, Any], batches: Sequence[TensorDictBase], seed: int
     build = builder(env.action_space, actions)
     observation, _ = env.reset(seed=seed)
     for number, batch in enumerate(batches):
-        for t in range(batch.shape[0]):
-            frame, where = batch[t], f"env {row}, batch {number}, step {t}"
+        for t, (frame, _) in enumerate(_frames([batch])):
+            where = f"env {row}, batch {number}, step {t}"
             _check_observation(env, observation, frame, (), where)
-            values = [_single(frame[leaf.key].numpy(), leaf) for leaf in actions]
+            # An env gets a number where it expects one, and arrays of its own.
+            values = [
+                frame[leaf.key].item()
+                if isinstance(leaf.space, gym.spaces.Discrete)
+                else np.array(frame[leaf.key])
+                for leaf in actions
+            ]
             observation, reward, terminated, truncated, _ = env.step(build(values))
             _check_observation(env, observation, frame, ("next",), where)
-            _equal(frame[keys.REWARD].item(), float(np.float32(reward)), f"{where}: reward")
-            outcome = (bool(terminated), bool(truncated), bool(terminated or truncated))
-            flags = tuple(frame[following(key)].item() for key in _FLAGS)
-            _equal(flags, outcome, f"{where}: next terminated, truncated, done")
+            _check_outcome(frame, float(reward), bool(terminated), bool(truncated), where)
             if terminated or truncated:
                 observation, _ = env.reset()
 
 
-def _single(value: np.ndarray, leaf: Leaf) -> Any:
-    """Return a leaf of an action as an env expects it: a number, or an array of its own."""
-    return value.item() if isinstance(leaf.space, gym.spaces.Discrete) else value.copy()
+def _listed(batches: Any) -> list[TensorDictBase]:
+    return [batches] if isinstance(batches, TensorDictBase) else list(batches)
+
+
+def _frames(batches: Sequence[TensorDictBase]) -> Iterator[tuple[_Frame, bool]]:
+    """Yield the frames that are not masked, row by row, and whether each is the last of its row."""
+    for batch in batches:
+        columns = {
+            (key if isinstance(key, tuple) else (key,)): value.flatten(0, batch.ndim - 1).numpy()
+            for key, value in batch.items(True, True)
+        }
+        mask = columns.get(keys.MASK, np.ones(batch.numel(), bool))
+        for n in np.flatnonzero(mask).tolist():
+            frame = {key: column[n] for key, column in columns.items()}
+            yield frame, (n + 1) % batch.shape[-1] == 0
+
+
+def _check_outcome(
+    frame: _Frame, reward: float, terminated: bool, truncated: bool, where: str
+) -> None:
+    _equal(frame[keys.REWARD].item(), float(np.float32(reward)), f"{where}: reward")
+    flags = tuple(frame[following(key)].item() for key in _FLAGS)
+    expected = (terminated, truncated, terminated or truncated)
+    _equal(flags, expected, f"{where}: next terminated, truncated, done")
 
 
 def _check_observation(
-    env: gym.Env[Any, Any], observation: Any, frame: TensorDictBase, below: Key, where: str
+    env: gym.Env[Any, Any], observation: Any, frame: _Frame, below: Key, where: str
 ) -> None:
     for leaf in observation_leaves(env.observation_space):
         expected = np.asarray(fetch(observation, leaf.path)).astype(leaf.dtype)
-        got = frame[(*below, *leaf.key)].numpy()
+        got = frame[(*below, *leaf.key)]
         if got.dtype != expected.dtype or not np.array_equal(got, expected, equal_nan=True):
             raise AssertionError(f"{where}: {(*below, *leaf.key)} is {got}; expected {expected}.")
+
+
+def _equal(got: Any, expected: Any, what: str) -> None:
+    if got != expected:
+        raise AssertionError(f"{what} is {got}; {expected} was expected.")

@@ -74,11 +74,10 @@ class CountingEnv(gym.Env[Any, Any]):
         observation_space: gym.Space[Any] | None = None,
         longest: int = 9,
     ) -> None:
-        largest = np.iinfo(np.int64).max
         self.action_space = spaces.Discrete(2) if action_space is None else action_space
         # A copy: a space has a generator, and this one is seeded at every step.
         self._samples = copy.deepcopy(observation_space)
-        numbers = spaces.Box(0, largest, (3,), np.int64)
+        numbers = spaces.Box(0, np.iinfo(np.int64).max, (3,), np.int64)
         self.observation_space = numbers if self._samples is None else self._samples
         self._leaves = action_leaves(self.action_space)
         self.longest = longest
@@ -89,16 +88,18 @@ class CountingEnv(gym.Env[Any, Any]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Start the next episode, or the first one of a seed."""
+        self._before("reset")
         super().reset(seed=seed)
         if seed is not None:
             self.stamp, self.episode = seed, -1
         self.episode, self.count = self.episode + 1, 0
-        self.length, *ends = episode_plan(self.stamp, self.episode, self.longest)
-        self._ends = (ends[0], ends[1])
+        self.length, terminated, truncated = episode_plan(self.stamp, self.episode, self.longest)
+        self._ends = (terminated, truncated)
         return self._observe(), {"step": 0}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Count on."""
+        self._before("step")
         if not 0 <= self.count < self.length:
             raise UsageError(f"step() at {self.count} of {self.length}: reset() was not called.")
         if not self.action_space.contains(action):
@@ -108,6 +109,9 @@ class CountingEnv(gym.Env[Any, Any]):
         self.count += 1
         ends = self._ends if self.count == self.length else (False, False)
         return self._observe(), reward, *ends, {"step": self.count}
+
+    def _before(self, call: str) -> None:
+        """Do what a subclass wants done before each `"reset"` and `"step"`."""
 
     def _observe(self) -> Any:
         if self._samples is None:
@@ -132,15 +136,8 @@ class SlowEnv(CountingEnv):
         super().__init__(**kwargs)
         self.seconds = seconds
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Sleep, then reset."""
+    def _before(self, call: str) -> None:
         time.sleep(self.seconds)
-        return super().reset(**kwargs)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Sleep, then step."""
-        time.sleep(self.seconds)
-        return super().step(action)
 
 
 class CrashingEnv(CountingEnv):
@@ -168,20 +165,11 @@ class CrashingEnv(CountingEnv):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.at_reset, self.at_step = at_reset, at_step
+        self._crash_at = {"reset": at_reset, "step": at_step}
+        self._calls = {"reset": 0, "step": 0}
         self.exception = exception or RuntimeError("crashed as asked")
-        self.resets = self.steps = 0
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Reset, or crash."""
-        self.resets += 1
-        if self.resets - 1 == self.at_reset:
+    def _before(self, call: str) -> None:
+        number, self._calls[call] = self._calls[call], self._calls[call] + 1
+        if number == self._crash_at[call]:
             raise self.exception
-        return super().reset(**kwargs)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Step, or crash."""
-        self.steps += 1
-        if self.steps - 1 == self.at_step:
-            raise self.exception
-        return super().step(action)
