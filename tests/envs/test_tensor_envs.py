@@ -88,6 +88,21 @@ class Drifting(BatchedTorchEnv):
         return self.wrong if self.wrong is not None and self.calls >= 4 else good
 
 
+def test_a_torch_env_may_compute_in_bfloat16():
+    class Coarse(Drifting):
+        def step(self, action):
+            observation, reward, *flags = super().step(action)
+            coarse = {key: value.bfloat16() for key, value in observation.items()}
+            return coarse, (reward + 0.5).bfloat16(), *flags
+
+    with Collector(Coarse(), frames_per_batch=10, seed=SEED) as collector:
+        batch = collector.next()
+    assert torch.equal(
+        batch["next", "place"], batch["place"][:, :1].bfloat16().float().expand(2, 5, 1)
+    )
+    assert torch.equal(batch["action", "push"] + 0.5, batch["next", "reward"][..., 0])
+
+
 def test_nested_spaces_of_a_torch_env_are_keys():
     with Collector(Drifting(), frames_per_batch=10, seed=SEED) as collector:
         batch = collector.next()

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 
-from swath.envs.group import Group, as_declared
+from swath.envs.group import Group, as_array, as_declared
 from swath.envs.info import vector_info_writer
 from swath.errors import UsageError
 from swath.memory import Slab
-from swath.policies import to_array
 from swath.rollout import CallFailed, keys
 
 __all__ = ["BatchGroup", "NativeGroup"]
@@ -170,7 +169,7 @@ class NativeGroup(BatchGroup):
         outcome = [column.reshape(-1) for column in outcome]
         if len(self.live) < self.num_envs:
             outcome = [torch.where(self.mask(self.live), column, 0) for column in outcome]
-        reward, terminated, truncated = map(to_array, outcome)
+        reward, terminated, truncated = map(as_array, outcome)
         return observation, reward, terminated, truncated, {}
 
     def _reset(self, mask: torch.Tensor | None) -> Any:

@@ -11,16 +11,16 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+import torch
 from gymnasium.utils import EzPickle
 from gymnasium.vector import AsyncVectorEnv
 
 from swath.errors import EnvError
 from swath.memory import Field
-from swath.policies import to_array
 from swath.rollout import CallFailed
 from swath.tree import Leaf, action_leaves, builder, key_name, observation_leaves
 
-__all__ = ["Group", "as_declared", "called", "close_all", "comes_from"]
+__all__ = ["Group", "as_array", "as_declared", "called", "close_all", "comes_from"]
 
 
 class Group:
@@ -50,7 +50,8 @@ class Group:
     def thaw(self, which: Sequence[int] | None) -> None:
         """Step these envs again (None: all), since they are reset."""
         if len(self.live) < self.num_envs:
-            self.live = np.union1d(self.live, range(self.num_envs) if which is None else which)
+            again = range(self.num_envs) if which is None else which
+            self.live = np.union1d(self.live, np.array(again, int))
 
     def snapshot(self) -> Any:
         """Return what is `kept` as bytes; None, with a warning, where that fails."""
@@ -102,6 +103,14 @@ def comes_from(thing: Any, package: str, name: str | None = None) -> bool:
     )
 
 
+def as_array(value: Any) -> np.ndarray:
+    """Return what an env gave as an array: without a copy, if numpy has its dtype."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        value = value.float() if value.dtype is torch.bfloat16 else value
+    return np.asarray(value)
+
+
 def as_declared(
     observation: Any, leaf: Leaf, shape: tuple[int, ...], i: int | None = None
 ) -> np.ndarray:
@@ -117,7 +126,7 @@ def as_declared(
     try:
         for name in leaf.path:
             value = value[name]
-        array = value if value.__class__ is np.ndarray else to_array(value)
+        array = value if value.__class__ is np.ndarray else as_array(value)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         text = f"the observation gives no array for {key_name(leaf.key)}, which its space has"
         raise CallFailed(i, "step()", f"{text} ({type(error).__name__}: {error})") from error

@@ -16,6 +16,7 @@ import abc
 import copy
 import math
 import os
+from types import EllipsisType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import gymnasium
@@ -118,7 +119,8 @@ class BatchedTorchEnv(abc.ABC):
     Args:
         num_envs: N, the number of envs in the batch.
         device: Where all tensors live; torch's default device if None.
-        max_episode_steps: Truncate episodes at this length; None for no limit.
+        max_episode_steps: Truncate episodes at this length; None for no limit. By default the
+            class says it.
         dtype: Of the random numbers that `_initial` gets, so usually of the state.
 
     A walk on a line, from a random start until it is more than 1 from the middle:
@@ -151,20 +153,23 @@ class BatchedTorchEnv(abc.ABC):
     action_space: gymnasium.Space[Any]
     num_draws: int = 1
     """How many random numbers an env gets at each reset."""
+    max_episode_steps: int | None = None
+    """The longest episode, unless an env is made with another limit."""
 
     def __init__(
         self,
         num_envs: int,
         device: torch.device | str | None = None,
-        max_episode_steps: int | None = None,
+        max_episode_steps: int | EllipsisType | None = ...,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        for name, value in (("num_envs", num_envs), ("max_episode_steps", max_episode_steps)):
+        limit = self.max_episode_steps if max_episode_steps is ... else max_episode_steps
+        for name, value in (("num_envs", num_envs), ("max_episode_steps", limit)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value!r}.")
         if not dtype.is_floating_point:
             raise UsageError(f"dtype must be a floating point type, got {dtype}.")
-        self.num_envs, self.max_episode_steps, self.dtype = num_envs, max_episode_steps, dtype
+        self.num_envs, self.max_episode_steps, self.dtype = num_envs, limit, dtype
         # A space has a generator: one that the class declares must not be shared by its envs.
         self.observation_space = copy.deepcopy(self.observation_space)
         self.action_space = copy.deepcopy(self.action_space)
@@ -272,15 +277,7 @@ class TorchCartPole(BatchedTorchEnv):
     observation_space = gymnasium.spaces.Box(-_HIGH, _HIGH, dtype=np.float32)
     action_space = gymnasium.spaces.Discrete(2)
     num_draws = 4
-
-    def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str | None = None,
-        max_episode_steps: int | None = 500,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(num_envs, device, max_episode_steps, dtype)
+    max_episode_steps = 500
 
     def _initial(self, uniform: Tensor) -> Tensor:
         return 0.1 * uniform - 0.05
@@ -328,15 +325,7 @@ class TorchPendulum(BatchedTorchEnv):
     observation_space = gymnasium.spaces.Box(-_HIGH, _HIGH, dtype=np.float32)
     action_space = gymnasium.spaces.Box(-_MAX_TORQUE, _MAX_TORQUE, shape=(1,), dtype=np.float32)
     num_draws = 2
-
-    def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str | None = None,
-        max_episode_steps: int | None = 200,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(num_envs, device, max_episode_steps, dtype)
+    max_episode_steps = 200
 
     def _initial(self, uniform: Tensor) -> Tensor:
         angle, speed = (2.0 * uniform - 1.0).unbind(-1)
