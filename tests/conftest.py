@@ -14,12 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from swath.links.launch import server_pid
+
 torch.set_num_threads(1)
 
 
-def _children() -> set[str]:
-    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    return set(path.read_text().split()) if path.exists() else set()
+def _children(of: int | None = None) -> set[str]:
+    """Return the children of this process, and the workers of its fork server."""
+    pid, server = of or os.getpid(), server_pid()
+    paths = Path(f"/proc/{pid}/task").glob("*/children")
+    found = {child for path in paths for child in path.read_text().split()}
+    if of is None and server is not None:  # it stays for the next test; its workers may not
+        found = (found - {str(server)}) | _children(server)
+    return found
 
 
 def _shared_memory() -> set[str]:

@@ -179,8 +179,8 @@ class Options:
         self._check_combinations()
 
     def _check_counts(self) -> None:
-        listed = isinstance(self.frames_per_batch, (list, tuple))
-        for frames in self.frames_per_batch if listed else [self.frames_per_batch]:
+        each = self.frames_per_batch
+        for frames in each if isinstance(each, (list, tuple)) else [each]:
             _at_least("frames_per_batch", frames, 1, "frames over all envs in a batch")
         _at_least("num_threads", self.num_threads, 1, "")
         _at_least("max_restarts", self.max_restarts, 0, "")
@@ -201,7 +201,10 @@ class Options:
             "init_fn",
         ):
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            each = (
+                value if name == "policy_factory" and isinstance(value, (list, tuple)) else [value]
+            )
+            if not all(one is None or callable(one) for one in each):
                 raise UsageError(f"{name} must be callable; got {type(value).__name__} {value!r}.")
         if self.replay_buffer is not None and not hasattr(self.replay_buffer, "extend"):
             raise UsageError(
@@ -243,15 +246,9 @@ class Options:
 
     def _check_devices(self) -> None:
         for name in ("device", "env_device", "policy_device", "storing_device"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            try:
-                kind = torch.device(value).type
-            except (RuntimeError, TypeError) as error:
-                raise UsageError(f"{name} is {value!r}, which is no torch device.") from error
-            if kind != "cpu":
-                raise UsageError(f"{name} is {value!r}; this version collects on the CPU only.")
+            given = getattr(self, name)
+            for value in given if isinstance(given, (list, tuple)) else [given]:
+                _check_device(name, value)
         if self.cudagraph_policy:
             raise UsageError("cudagraph_policy needs a policy on a CUDA device.")
 
@@ -304,6 +301,17 @@ class Options:
         if isinstance(self.compile_policy, Mapping):
             return dict(self.compile_policy)
         return {} if self.compile_policy else None
+
+
+def _check_device(name: str, value: Any) -> None:
+    if value is None:
+        return
+    try:
+        kind = torch.device(value).type
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"{name} is {value!r}, which is no torch device.") from error
+    if kind != "cpu":
+        raise UsageError(f"{name} is {value!r}; this version collects on the CPU only.")
 
 
 def _default(name: str) -> Any:

@@ -50,7 +50,7 @@ class Collector(BaseCollector):
         super().__init__(parsed)
         self.group = as_group(create_env_fn, parsed.create_env_kwargs)
         try:
-            plan = plan_of(parsed, parsed.frames_per_batch, self.group.num_envs)
+            plan = plan_of(parsed, steps_for(parsed.frames_per_batch, self.group.num_envs))
             self._runner = Runner(self.group, policy, plan)
         except BaseException:
             self.group.close()
@@ -89,9 +89,7 @@ class Collector(BaseCollector):
     def set_seed(self, seed: int) -> int:
         """Restart every random stream from this seed, beginning with the next batch."""
         self._check_open()
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise UsageError(f"seed must be an int of at least 0; got {seed!r}.")
-        self._runner.set_seed(seed)
+        self._runner.set_seed(checked_seed(seed))
         if self._assembler is not None:
             self._assembler.discard_open()
         return seed
@@ -150,8 +148,8 @@ class Collector(BaseCollector):
 Collector.__signature__ = Options.signature()  # type: ignore[attr-defined]
 
 
-def plan_of(options: Options, frames: int, num_envs: int) -> Plan:
-    """Return the part of the options that the loop reads, for so many frames of so many envs."""
+def steps_for(frames: int, num_envs: int) -> int:
+    """Return the steps that give so many frames; says so if they give more."""
     steps = -(-frames // num_envs)
     if steps * num_envs != frames:
         warnings.warn(
@@ -159,6 +157,18 @@ def plan_of(options: Options, frames: int, num_envs: int) -> Plan:
             f"to {steps * num_envs}.",
             stacklevel=4,
         )
+    return steps
+
+
+def checked_seed(seed: Any) -> int:
+    """Return a seed that is one."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise UsageError(f"seed must be an int of at least 0; got {seed!r}.")
+    return seed
+
+
+def plan_of(options: Options, steps: int) -> Plan:
+    """Return the part of the options that the loop reads."""
     return Plan(
         steps=steps,
         max_frames_per_traj=options.max_frames_per_traj,

@@ -14,6 +14,7 @@ the front; rows that have gone are the space for new ones.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -141,11 +142,12 @@ class TrajectoryAssembler:
         self._clear()
         return frames
 
-    def discard_open(self) -> int:
-        """Forget the unfinished trajectories and return the number of frames they had."""
-        frames = self.pending().open_frames
-        self._open.clear()
-        return frames
+    def discard_open(self, ids: Iterable[int] | None = None) -> int:
+        """Forget unfinished trajectories, all or these, and return how many frames they had."""
+        before = self.pending().open_frames
+        for traj_id in list(self._open if ids is None else ids):
+            self._open.pop(traj_id, None)
+        return before - self.pending().open_frames
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that is held, trajectory after trajectory, complete ones first."""

@@ -1,7 +1,7 @@
 """Environments: gymnasium, vector, torch-native, TorchRL; one interface to the loop."""
 
 from swath.envs.base import Env
-from swath.envs.make import as_group
+from swath.envs.make import as_group, is_env
 from swath.envs.native import BatchedTorchEnv, TorchCartPole, TorchEnv, TorchPendulum
 from swath.envs.serial import GymEnv, SerialEnv
 
@@ -14,4 +14,5 @@ __all__ = [
     "TorchEnv",
     "TorchPendulum",
     "as_group",
+    "is_env",
 ]

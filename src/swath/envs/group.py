@@ -30,6 +30,7 @@ class Group:
     skips_rows = False
     resets_singly = True
     freezes = True
+    needs_shared_memory = False
     time_limits: Sequence[int | None] | None = None
     kept: tuple[str, ...] = ()
     """The attributes that hold the state of the envs."""

@@ -19,7 +19,7 @@ from swath.envs.vector import VectorGroup
 from swath.errors import SwathError, UsageError
 from swath.rollout import EnvGroup
 
-__all__ = ["as_group"]
+__all__ = ["as_group", "is_env"]
 
 _ACCEPTED = (
     "a gymnasium id, a gymnasium.Env or VectorEnv, a swath env, a torch-native env, a TorchRL "
@@ -40,7 +40,7 @@ def as_group(
     if isinstance(source, (list, tuple)):
         return _from_list(source, kwargs, info_keys)
     env = source
-    if not (isinstance(source, str) or _is_env(source)):
+    if not (isinstance(source, str) or is_env(source)):
         env, kwargs = _made(source, kwargs or {}), None
     if isinstance(env, str):
         env = _registered(env, kwargs or {})
@@ -77,7 +77,7 @@ def _made(maker: Any, kwargs: Mapping[str, Any]) -> Any:
         raise UsageError(
             f"the env maker {maker!r} raised {type(error).__name__}: {error}"
         ) from error
-    if not (isinstance(made, str) or _is_env(made)):
+    if not (isinstance(made, str) or is_env(made)):
         raise UsageError(
             f"the env maker {maker!r} returned {type(made).__name__}; expected {_ACCEPTED}."
         )
@@ -92,7 +92,8 @@ def _registered(name: str, kwargs: Mapping[str, Any]) -> gym.Env[Any, Any]:
         raise UsageError(f"gymnasium cannot make the env {name!r}: {error}") from error
 
 
-def _is_env(thing: Any) -> bool:
+def is_env(thing: Any) -> bool:
+    """Tell an env from what makes one."""
     if isinstance(thing, type):
         return False
     # TorchRL's first: it would not survive the probing of its attributes by the protocol.

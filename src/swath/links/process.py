@@ -84,7 +84,7 @@ class ProcessPort:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         _, (flag,) = self.receive()
-        self._flag = memoryview(flag.array)
+        self._flag = flag.array.data
 
     def receive(self) -> tuple[Any, list[SharedMemory]]:
         """Wait for a message and return it with the memory that came beside it."""

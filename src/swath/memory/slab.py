@@ -111,6 +111,9 @@ def _anonymous(nbytes: int) -> int:
 class Slab:
     """One block with the views that the loop writes through and the batches it is lent as."""
 
+    number = 0
+    """What messages call it."""
+
     def __init__(self, layout: Layout, memory: Memory) -> None:
         self.layout, self.memory = layout, memory
         self.arrays: dict[Key, np.ndarray] = {
@@ -147,7 +150,7 @@ class SlabPool:
     """Makes slabs, lends them, and uses those again that came back."""
 
     def __init__(self, make: Callable[[], Slab], keep: int = 4) -> None:
-        self._make = make
+        self.make = make
         # A deque: slabs come back from whatever thread drops the last tensor. What does not fit
         # falls out at the other end and is freed.
         self._free: deque[Slab] = deque(maxlen=keep)
@@ -159,7 +162,7 @@ class SlabPool:
             return self._free.pop()
         except IndexError:
             self.made += 1
-            return self._make()
+            return self.make()
 
     def give_back(self, slab: Slab) -> None:
         """Take back a slab that was never lent, or that nobody views any more."""

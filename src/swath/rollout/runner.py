@@ -148,8 +148,7 @@ class Runner:
             probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
 
     def _new_slab(self, layout: Layout) -> Slab:
-        shared = getattr(self.group, "needs_shared_memory", False)
-        memory = SharedMemory if shared else HeapMemory
+        memory = SharedMemory if self.group.needs_shared_memory else HeapMemory
         return Slab(layout, memory(layout.nbytes))
 
     def _env_fields(self) -> list[Field]:

@@ -136,7 +136,7 @@ class Crew:
             sources: dict[Any, int] = {}
             for number, link in self._links.items():
                 sources[link] = sources[link.sentinel] = number
-            ready = wait([*sources, self._bell[0]], self._patience())
+            ready = _waited([*sources, self._bell[0]], self._patience())
             for number in dict.fromkeys(sources[one] for one in ready if one in sources):
                 self._hear(number, self._links[number] in ready)
             self._kill_late()
@@ -177,7 +177,7 @@ class Crew:
         now = monotonic()
         for number, link in list(self._links.items()):
             times = self._owing[number]
-            if times and now - times[0] >= self._timeout and link not in wait([link], 0):
+            if times and now - times[0] >= self._timeout and not _waited([link], 0):
                 link.kill()
                 self._bury(number, self._timeout)
 
@@ -200,3 +200,8 @@ class Crew:
                 link.close(max(0.0, deadline - monotonic()))
             for end in self._bell:
                 os.close(end)
+
+
+def _waited(sources: Sequence[Any], timeout: float | None) -> list[Any]:
+    """Return those of these sources that have something, once there is one."""
+    return list(wait(sources, timeout))

@@ -19,7 +19,7 @@ class Supervisor:
     restart: bool
     max_restarts: int
     restarts: int = 0
-    lost_frames: int = 0
+    lost_rollouts: int = 0
     lost_trajectories: list[int] = field(default_factory=list)
 
     def forgives(self) -> bool:

@@ -1,0 +1,451 @@
+"""Collectors over worker processes: what they share.
+
+```
+  _collect --> orders --> Crew ==> workers write into shared slabs ==> reports --> batch (views)
+```
+
+Your process owns the slabs and says which worker writes where; a worker never chooses. So nothing
+is dropped and nothing collected twice: a rollout is ordered once, and kept until it is delivered.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import os
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+import swath
+from swath.collectors.base import BaseCollector
+from swath.collectors.options import Options
+from swath.collectors.single import checked_seed, plan_of
+from swath.envs import is_env
+from swath.errors import UsageError
+from swath.links import pack
+from swath.memory import Layout, SharedMemory, Slab
+from swath.memory.weights import WeightBlock
+from swath.observe import Episodes, Shares
+from swath.policies import policy_module
+from swath.rollout import Plan
+from swath.workers.crew import Crew
+from swath.workers.messages import (
+    Acknowledge,
+    Attach,
+    Begin,
+    Detach,
+    Died,
+    Failed,
+    Job,
+    PutState,
+    Ready,
+    Reset,
+    Rolled,
+    SetSeed,
+    TakeState,
+    Weights,
+)
+from swath.workers.supervisor import Supervisor
+
+__all__ = ["MultiCollector"]
+
+_IDS_PER_WORKER = 1 << 40
+_OPEN_DESCRIPTORS = 64
+
+
+class MultiCollector(BaseCollector):
+    """Workers, their weights and their state; subclasses say which rollouts make a batch."""
+
+    _without: tuple[str, ...] = ()
+    _refreshes = False
+    """New weights are taken between any two forward passes."""
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        parsed = Options.parse(type(self).__name__, options, self._without)
+        parsed.check_policy(policy)
+        self._policy, self._version = policy, 0
+        jobs = _jobs(_sources(create_env_fn, parsed.num_workers), policy, parsed, self._refreshes)
+        super().__init__(parsed)
+        self.num_workers = len(jobs)
+        self._supervisor = Supervisor(parsed.on_worker_failure == "restart", parsed.max_restarts)
+        self._incarnations = itertools.count(len(jobs))
+        self._numbers = itertools.count()
+        self._unused: deque[int] = deque()
+        self._described: deque[SharedMemory] = deque()
+        self._held: deque[tuple[TensorDict, int]] = deque()
+        self._broken_rollouts: deque[tuple[TensorDict, int]] = deque()
+        self._open_ids: dict[int, Sequence[int]] = {}
+        self._made = [0] * len(jobs)
+        self._episodes, self._shares = Episodes(0), Shares()
+        self._first_collect: float | None = None
+        self._crew = Crew(jobs, parsed.worker_timeout)
+        self._ender = weakref.finalize(self, self._crew.close, 0.0)
+        try:
+            self._start()
+        except BaseException:
+            self._ender.detach()
+            self._crew.close(0.0)
+            raise
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        numbers = range(self.num_workers)
+        for number in numbers:
+            self._crew.launch(number)
+        built = self._checked(self._crew.answers(numbers))
+        self._envs = [built[number].num_envs for number in numbers]
+        self._firsts = [sum(self._envs[:number]) for number in numbers]
+        self._plans = self._plan()
+        ready = self._checked(
+            self._crew.call({number: Begin(plan) for number, plan in enumerate(self._plans)})
+        )
+        self._forms: Ready = ready[0]
+        for number in numbers:
+            _check_equal(self._forms, ready[number], number)
+        self._block = WeightBlock(self._forms.weights, self.num_workers)
+        for number in numbers:
+            self._send_weights(number)
+
+    def _plan(self) -> list[Plan]:
+        """Return what each worker is to do."""
+        plans = []
+        quotas = _split(self.options.init_random_frames, self._envs)
+        for number, (steps, quota) in enumerate(zip(self._steps(), quotas, strict=True)):
+            plan = plan_of(self.options, steps)
+            plans.append(
+                replace(
+                    plan,
+                    init_random_frames=quota,
+                    first_env=self._firsts[number],
+                    first_traj_id=number * _IDS_PER_WORKER,
+                    worker=number,
+                    marks_worker=self._refreshes,
+                    masked=self.options.preemptive_threshold is not None,
+                )
+            )
+        return plans
+
+    @abc.abstractmethod
+    def _steps(self) -> list[int]:
+        """Return how many steps a rollout of each worker has."""
+
+    def _send_weights(self, number: int) -> None:
+        message = Weights(self._forms.weights, self.num_workers)
+        self._crew.tell(number, message, [self._block.memory])
+
+    def _checked(self, answers: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return answers that are no failures; raise the first that is one."""
+        for number, answer in answers.items():
+            if isinstance(answer, (Failed, Died)):
+                raise self._supervisor.error(number, answer)
+        return answers
+
+    # -- slabs ----------------------------------------------------------------------------------
+
+    def _new_slab(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
+        """Return a slab of which each of these workers writes some envs."""
+        memory = SharedMemory(layout.nbytes)
+        slab = Slab(layout, memory)
+        slab.number = next(self._numbers)
+        weakref.finalize(slab, self._unused.append, slab.number)
+        for worker, span in spans.items():
+            self._attach(slab, worker, span)
+        self._described.append(memory)
+        if len(self._described) > _OPEN_DESCRIPTORS:
+            self._described.popleft().close_descriptor()
+        return slab
+
+    def _attach(self, slab: Slab, worker: int, span: tuple[int, int]) -> None:
+        message = Attach(slab.number, slab.layout, *span)
+        self._crew.tell(worker, message, [slab.memory])  # type: ignore[list-item]
+
+    def _detach_unused(self) -> None:
+        """Tell workers which slabs are gone."""
+        while self._unused:
+            number = self._unused.popleft()
+            for worker in range(self.num_workers):
+                self._crew.tell(worker, Detach(number))
+
+    # -- rollouts -------------------------------------------------------------------------------
+
+    def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
+        if self._first_collect is None:
+            self._first_collect = perf_counter()
+        if self._held:
+            return self._held.popleft()
+        self._detach_unused()
+        return self._gather(frames_left)
+
+    @abc.abstractmethod
+    def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
+        """Return the next rollout; None if there is nothing more to collect."""
+
+    @abc.abstractmethod
+    def _settle(self) -> None:
+        """Wait for all rollouts that are under way, and hold them."""
+
+    def _count(self, worker: int, rolled: Rolled) -> None:
+        """Take over what a worker tells of a rollout."""
+        self._episodes.record(rolled.episodes)
+        self._shares.add(rolled.shares)
+        self._open_ids[worker] = rolled.open_ids
+        self._made[worker] += rolled.frames
+
+    def _recovered(self, worker: int, event: Failed | Died) -> None:
+        """Restart a worker that failed, or raise what happened."""
+        if not self._supervisor.forgives():
+            raise self._supervisor.error(worker, event)
+        self._supervisor.lost_trajectories.extend(self._open_ids.pop(worker, ()))
+        self._supervisor.lost_rollouts += 1
+        if self._assembler is not None:
+            self._assembler.discard_open(self._supervisor.lost_trajectories)
+        self._crew.dismiss(worker)
+        self._crew.launch(worker)
+        incarnation = next(self._incarnations)
+        generation = incarnation - self.num_workers + 1
+        plan = replace(
+            self._plans[worker],
+            first_stream=self._firsts[worker] + generation * sum(self._envs),
+            first_traj_id=incarnation * _IDS_PER_WORKER,
+            init_random_frames=max(0, self._plans[worker].init_random_frames - self._made[worker]),
+        )
+        answer = self._crew.answers([worker])[worker]
+        if not isinstance(answer, (Failed, Died)):
+            answer = self._crew.call({worker: Begin(plan)})[worker]
+        if isinstance(answer, (Failed, Died)):
+            self._recovered(worker, answer)
+            return
+        self._send_weights(worker)
+
+    def _broken(self) -> TensorDict | None:
+        if not self._broken_rollouts:
+            return None
+        rollout, frames = self._broken_rollouts.popleft()
+        self._frames += frames
+        return rollout
+
+    # -- weights --------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """The newest published version."""
+        return self._version
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        worker_ids: int | Sequence[int] | None = None,
+        wait: bool = False,
+    ) -> int:
+        """Publish weights to the workers and return their version.
+
+        The weights are copied once, into memory that all workers see; your tensors are only read.
+
+        Args:
+            policy_or_weights: A module, a state dict or a TensorDict of parameters; the policy
+                that the collector was made with by default.
+            worker_ids: Only these workers; all by default.
+            wait: Return when each of them has taken the weights.
+        """
+        self._check_open()
+        source = self._module() if policy_or_weights is None else policy_or_weights
+        if source is None and self._forms.weights.shapes:
+            raise UsageError(
+                "the workers made their policies with policy_factory, so there is nothing here to "
+                "publish; pass the weights: update_policy_weights_(policy)."
+            )
+        numbers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        numbers = list(range(self.num_workers)) if numbers is None else list(numbers)
+        unknown = [number for number in numbers if number not in range(self.num_workers)]
+        if unknown:
+            raise UsageError(
+                f"worker_ids {unknown} do not exist; workers are 0 to {self.num_workers - 1}."
+            )
+        self._block.publish({} if source is None else source, self._version + 1, numbers)
+        self._version += 1
+        if wait:
+            for number, answer in self._crew.call(dict.fromkeys(numbers, Acknowledge())).items():
+                if isinstance(answer, (Failed, Died)):
+                    self._recovered(number, answer)
+        return self._version
+
+    def _module(self) -> torch.nn.Module | None:
+        return policy_module(self._policy)
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int) -> int:
+        """Restart every random stream from this seed, beginning with the next batch.
+
+        Rollouts that were collected ahead are dropped.
+        """
+        self._check_open()
+        message = SetSeed(checked_seed(seed))
+        self._settle()
+        self._held.clear()
+        self._checked(self._crew.call(dict.fromkeys(range(self.num_workers), message)))
+        if self._assembler is not None:
+            self._assembler.discard_open()
+        return seed
+
+    def reset(self) -> None:
+        """Start new episodes with the next rollouts; open ones are cut where they stand."""
+        self._check_open()
+        self._settle()
+        self._checked(self._crew.call(dict.fromkeys(range(self.num_workers), Reset())))
+        if self._assembler is not None:
+            self._assembler.discard_open()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts, speed, where the time goes, episode statistics and what was lost."""
+        seconds = perf_counter() - (self._first_collect or perf_counter())
+        return {
+            "frames": self._frames,
+            "batches": self._batches,
+            "frames_per_second": sum(self._made) / seconds if seconds else 0.0,
+            "time": self._shares.as_dict(),
+            **self._episodes.as_dict(),
+            "policy_version": self._version,
+            "workers": [
+                {"pid": self._crew.pids.get(number), "frames": made}
+                for number, made in enumerate(self._made)
+            ],
+            "restarts": self._supervisor.restarts,
+            "lost": {
+                "rollouts": self._supervisor.lost_rollouts,
+                "trajectories": list(self._supervisor.lost_trajectories),
+            },
+        }
+
+    def _source_state(self) -> Any:
+        self._settle()
+        messages = dict.fromkeys(range(self.num_workers), TakeState())
+        states = self._checked(self._crew.call(messages))
+        return {
+            "workers": [states[number].state for number in range(self.num_workers)],
+            "held": [(batch.clone(), frames) for batch, frames in self._held],
+            "incarnation": next(self._incarnations),
+            "version": self._version,
+            "episodes": self._episodes.state_dict(),
+        }
+
+    def _load_source_state(self, state: Any) -> None:
+        if len(state["workers"]) != self.num_workers:
+            raise UsageError(
+                f"this state is of {len(state['workers'])} workers; this collector has "
+                f"{self.num_workers}."
+            )
+        self._settle()
+        self._checked(
+            self._crew.call({n: PutState(inner) for n, inner in enumerate(state["workers"])})
+        )
+        self._held = deque(state["held"])
+        self._incarnations = itertools.count(state["incarnation"])
+        self._episodes.load_state_dict(state["episodes"])
+        module, self._version = self._module(), state["version"]
+        if module is not None:  # for workers that are restarted later
+            self._block.publish(module, self._version, range(self.num_workers))
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End the collection and the workers; calling it again is nothing.
+
+        Args:
+            timeout: Seconds after which workers that have not ended by themselves are killed.
+        """
+        self._grace = timeout
+        super().shutdown()
+
+    def _shutdown(self) -> None:
+        self._ender.detach()
+        self._crew.close(self._grace)
+
+
+def _sources(create_env_fn: Any, num_workers: int | None) -> list[Any]:
+    """Return what each worker makes its envs from."""
+    if isinstance(create_env_fn, (list, tuple)):
+        if num_workers not in (None, len(create_env_fn)):
+            raise UsageError(
+                f"num_workers is {num_workers}, but {len(create_env_fn)} env makers were given: "
+                "each is for one worker. Leave num_workers out, or pass one maker."
+            )
+        sources = list(create_env_fn)
+    else:
+        sources = [create_env_fn] * (num_workers or len(os.sched_getaffinity(0)))
+    for source in sources:
+        one = source[0] if isinstance(source, (list, tuple)) and source else source
+        if is_env(one) or not (isinstance(one, str) or callable(one)):
+            raise UsageError(
+                f"the envs are {one!r}; workers make their own, so pass an id, a callable that "
+                "makes an env, or a list of these with one entry for each worker."
+            )
+    if not sources:
+        raise UsageError("the list of env makers is empty; it needs one entry for each worker.")
+    return sources
+
+
+def _jobs(sources: Sequence[Any], policy: Any, options: Options, refreshes: bool) -> list[Job]:
+    """Return what each worker is to be, packed."""
+    count = len(sources)
+    makes_policy = options.policy_factory is not None
+    policies = _each("policy_factory", options.policy_factory if makes_policy else policy, count)
+    kwargs = _each("create_env_kwargs", options.create_env_kwargs, count)
+    init_fn = pack(options.init_fn, "init_fn")
+    parcels: dict[int, bytes] = {}  # the same object is packed once
+
+    def packed(thing: Any, name: str) -> bytes:
+        return parcels.get(id(thing)) or parcels.setdefault(id(thing), pack(thing, name))
+
+    return [
+        Job(
+            number=number,
+            envs=packed(sources[number], "create_env_fn"),
+            env_kwargs=packed(kwargs[number], "create_env_kwargs"),
+            policy=packed(policies[number], "policy_factory" if makes_policy else "policy"),
+            init_fn=init_fn,
+            makes_policy=makes_policy,
+            num_threads=options.num_threads,
+            quiet=swath.filter_warnings_subprocess,
+            refreshes=refreshes,
+        )
+        for number in range(count)
+    ]
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise UsageError(f"{name} has {len(value)} entries for {count} workers.")
+    return list(value)
+
+
+def _split(total: int, envs: Sequence[int]) -> list[int]:
+    """Share a number of frames among workers, by their envs; the sum is exact."""
+    shares, given = [], 0
+    for number in range(len(envs)):
+        upto = total * sum(envs[: number + 1]) // sum(envs)
+        shares.append(upto - given)
+        given = upto
+    return shares
+
+
+def _check_equal(first: Ready, other: Ready, number: int) -> None:
+    """Refuse workers whose rollouts cannot be put together."""
+    if list(first.fields) != list(other.fields):
+        ours, theirs = ({(f.key, f.shape, f.dtype) for f in r.fields} for r in (first, other))
+        raise UsageError(
+            f"worker {number} collects other data than worker 0: it has "
+            f"{sorted(theirs - ours, key=str)}, worker 0 has {sorted(ours - theirs, key=str)}. All "
+            "need equal spaces and policies."
+        )
+    if first.weights != other.weights:
+        raise UsageError(f"the policy of worker {number} has other weights than that of worker 0.")

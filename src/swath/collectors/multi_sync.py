@@ -1,0 +1,244 @@
+"""`MultiSyncCollector`: one batch from all workers, each writing its part of one slab."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from swath.collectors.multi import MultiCollector
+from swath.collectors.options import Options
+from swath.collectors.single import steps_for
+from swath.errors import UsageError
+from swath.memory import Layout, Slab, SlabPool
+from swath.rollout import Filled, keys, lend
+from swath.workers.messages import Collect, Died, Failed, Rolled
+
+__all__ = ["MultiSyncCollector"]
+
+
+@dataclass
+class _Round:
+    """A batch in the making."""
+
+    slab: Slab
+    steps: list[int]
+    waiting: set[int]
+    rows: dict[int, int] = field(default_factory=dict)
+    """The rows that each worker has filled."""
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
+    frozen: set[int] = field(default_factory=set)
+    failed: bool = False
+
+
+class MultiSyncCollector(MultiCollector):
+    """Collect with several processes; each batch has the rollouts of all of them.
+
+    Strictly on-policy: each rollout begins with the newest published weights.
+
+    Args:
+        create_env_fn: An id or a callable that makes an env, for all workers, or a list of such
+            with one entry for each worker. An entry may itself be a list: several envs.
+        policy: None (random), a callable or `nn.Module` from observation to action, or a
+            `tensordict.nn` module. Each worker gets a copy.
+        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+
+    Examples:
+        >>> makers = ["CartPole-v1", "CartPole-v1"]
+        >>> with MultiSyncCollector(makers, frames_per_batch=100, total_frames=200) as collector:
+        ...     for data in collector:
+        ...         print(data.batch_size)
+        torch.Size([2, 50])
+        torch.Size([2, 50])
+    """
+
+    _without = ("max_lag",)
+
+    def _start(self) -> None:
+        self._round: _Round | None = None
+        self._ahead = False
+        super()._start()
+        total = sum(self._envs)
+        longest = max(plan.steps for plan in self._plans)
+        layout = Layout(self._forms.fields, longest, total, self.options.memory_order)
+        self._spans = {
+            number: (first, first + count)
+            for number, (first, count) in enumerate(zip(self._firsts, self._envs, strict=True))
+        }
+        self._pool = SlabPool(lambda: self._new_slab(layout, self._spans))
+        self._lead = self._arranged()
+
+    def _steps(self) -> list[int]:
+        frames = self.options.frames_per_batch
+        if isinstance(frames, int):
+            return [steps_for(frames, sum(self._envs))] * self.num_workers
+        if len(frames) != self.num_workers:
+            raise UsageError(
+                f"frames_per_batch has {len(frames)} entries for {self.num_workers} workers."
+            )
+        return [steps_for(one, envs) for one, envs in zip(frames, self._envs, strict=True)]
+
+    def _arranged(self) -> tuple[int, ...]:
+        """Return how the envs of all workers are arranged in a batch, before any concatenation."""
+        batched, total = self._forms.interface.batched, sum(self._envs)
+        if self._assembler is not None:
+            return (total,)
+        even = len(set(self._envs)) == 1
+        even_steps = len({plan.steps for plan in self._plans}) == 1
+        how = self.options.cat_results
+        if not even and how != 0:
+            raise UsageError(
+                f"the workers have {self._envs} envs; with different numbers of envs cat_results "
+                "must be 0."
+            )
+        if not even_steps and (how == "stack" or (how == 0 and batched)):
+            raise UsageError(
+                f"the workers make {[plan.steps for plan in self._plans]} steps; with different "
+                "numbers of steps cat_results must be -1."
+            )
+        if how == 0 and batched:
+            return (total,)
+        return (self.num_workers, self._envs[0]) if batched else (self.num_workers,)
+
+    @property
+    def frames_per_batch(self) -> int:
+        """Frames of a full batch."""
+        return sum(p.steps * n for p, n in zip(self._plans, self._envs, strict=True))
+
+    # -- a batch --------------------------------------------------------------------------------
+
+    def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
+        if self._round is not None and self._round.failed:
+            self._finish()  # nobody asked for what was left of it
+            self._round = None
+        if self._round is None:
+            self._begin(frames_left)
+        return self._delivered(frames_left)
+
+    def _delivered(self, frames_left: float) -> tuple[TensorDict, int] | None:
+        self._finish()
+        done, self._round = self._round, None
+        assert done is not None
+        if not any(done.rows.values()) and len(done.frozen) == self.num_workers:
+            self._pool.give_back(done.slab)
+            return None
+        batch, frames = self._batch(done)
+        if self.options.collect_ahead and frames_left - frames > 0:
+            self._begin(frames_left - frames)
+        return batch, frames
+
+    def _begin(self, frames_left: float) -> None:
+        """Order one rollout of each worker."""
+        share = min(1.0, frames_left / self.frames_per_batch)
+        steps = [int(-(-plan.steps * share // 1)) for plan in self._plans]
+        if len(set(steps)) == 1:
+            steps = [min(steps[0], int(-(-min(frames_left, 1 << 62) // sum(self._envs))))] * len(
+                steps
+            )
+        slab = self._pool.take()
+        self._round = _Round(slab, steps, set(range(self.num_workers)))
+        for worker, count in enumerate(steps):
+            self._crew.interrupt(worker, False)
+            self._crew.order(worker, Collect(slab.number, count))
+
+    def _finish(self) -> None:
+        """Wait until all workers have told of their part; a failure is raised or mended."""
+        current = self._round
+        assert current is not None
+        while current.waiting:
+            worker, report = self._crew.next()
+            if isinstance(report, Rolled):
+                self._count(worker, report)
+                current.rows[worker] = report.steps
+                if report.all_frozen:
+                    current.frozen.add(worker)
+                current.waiting.discard(worker)
+                self._preempt(current)
+            elif isinstance(report, (Failed, Died)):
+                self._mend(current, worker, report)
+
+    def _preempt(self, current: _Round) -> None:
+        """Stop those who are not done once enough are."""
+        threshold = self.options.preemptive_threshold
+        if threshold is not None and len(current.rows) >= threshold * self.num_workers:
+            for worker in current.waiting:
+                self._crew.interrupt(worker)
+
+    def _mend(self, current: _Round, worker: int, event: Failed | Died) -> None:
+        """Restart a worker and order its part again; otherwise raise, and stop the others."""
+        try:
+            self._recovered(worker, event)
+        except BaseException:
+            current.failed = True
+            if isinstance(event, Failed) and event.slab is not None:
+                current.rows[worker] = event.steps
+                if event.mask is not None:
+                    current.masks[worker] = event.mask
+            current.waiting.discard(worker)
+            for other in current.waiting:
+                self._crew.interrupt(other)
+            raise
+        self._pool = SlabPool(self._pool.make)
+        self._attach(current.slab, worker, self._spans[worker])
+        self._crew.order(worker, Collect(current.slab.number, current.steps[worker]))
+
+    def _batch(self, done: _Round) -> tuple[TensorDict, int]:
+        """Return a round as a batch, and its frames."""
+        steps = max(done.rows.values(), default=0)
+        mask = self._mask(done, steps)
+        own = done.slab.arrays.get(keys.MASK)
+        if own is not None:
+            own[:steps] &= mask
+            frames, mask_beside = int(own[:steps].sum()), None
+        else:
+            frames, mask_beside = int(mask.sum()), None if mask.all() else mask
+        batch = lend(
+            self._pool,
+            Filled(done.slab, steps, frames, mask_beside if done.failed else None),
+            self._forms.interface.observations,
+            self._lead,
+        )
+        return self._concatenated(batch, done), frames
+
+    def _mask(self, done: _Round, steps: int) -> np.ndarray:
+        """Return which rows were filled, `[T, N]`, after clearing those that were not."""
+        mask = np.ones((steps, sum(self._envs)), bool)
+        for worker, (start, stop) in self._spans.items():
+            rows = done.rows.get(worker, 0)
+            mask[rows:, start:stop] = False
+            if worker in done.masks:
+                mask[:rows, start:stop] &= done.masks[worker]
+            if rows < steps:
+                for array in done.slab.arrays.values():
+                    array[rows:steps, start:stop] = 0
+        return mask
+
+    def _concatenated(self, batch: TensorDict, done: _Round) -> TensorDict:
+        """Return the batch joined along time, if that was asked for; this copies."""
+        how = self.options.cat_results
+        batched = self._forms.interface.batched
+        if self._assembler is not None or how == "stack" or (how == 0 and batched):
+            return batch
+        parts = [batch[w][..., : done.rows.get(w, 0)] for w in range(self.num_workers)]
+        joined: TensorDict = torch.cat(parts, -1)
+        joined.names = [*[None] * (joined.batch_dims - 1), "time"]
+        return joined
+
+    # -- between batches ------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        if self._round is not None:
+            self._finish()
+            done, self._round = self._round, None
+            if any(done.rows.values()):
+                (self._broken_rollouts if done.failed else self._held).append(self._batch(done))
+
+    def _broken(self) -> TensorDict | None:
+        if self._round is not None and self._round.failed:
+            self._settle()
+        return super()._broken()
+
+
+MultiSyncCollector.__signature__ = Options.signature(workers=True)  # type: ignore[attr-defined]
