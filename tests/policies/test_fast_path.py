@@ -20,7 +20,7 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as dist
 from torch import nn
 
-from swath.policies.unwrapping import Call
+from swath.policies.calls import Call
 
 Make = Callable[[], Any]
 

@@ -1,12 +1,5 @@
 """Taking a `tensordict.nn` module apart into the calls that it makes.
 
-Calling such a module through a fresh TensorDict costs about 90 us a step, more than a small
-network. Its inner calls can read and write a plain list instead:
-
-```
- module --unwrap--> steps, by key --Program--> runs, by number in a list of values
-```
-
 A module is taken apart only if it is of a class, and set up in a way, that is known to do nothing
 else; the caller then compares both ways on a first call.
 """
@@ -14,8 +7,8 @@ else; the caller then compares both ways on a first call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,13 +21,11 @@ from tensordict.nn import (
 )
 from tensordict.nn.probabilistic import interaction_type as current_interaction_type
 
-from swath.policies.shortcuts import is_altered, shortened
+from swath.policies.calls import Call
+from swath.policies.shortcuts import is_altered
 from swath.tree import Key
 
-__all__ = ["Call", "Program", "Step", "as_key", "unwrap"]
-
-Values = list[Any]
-Run = Callable[[Values], None]
+__all__ = ["as_key", "as_keys", "unwrap"]
 
 
 def as_key(key: Any) -> Key:
@@ -44,202 +35,112 @@ def as_key(key: Any) -> Key:
     return tuple(name for part in key for name in as_key(part))
 
 
-class Slots:
-    """Numbers for keys: where each value stands in a list."""
-
-    def __init__(self, keys: Sequence[Key]) -> None:
-        self._numbers = {key: number for number, key in enumerate(keys)}
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def read(self, keys: Sequence[Key]) -> list[int]:
-        """Return the numbers of values that are there; KeyError if one is not."""
-        return [self._numbers[key] for key in keys]
-
-    def write(self, keys: Sequence[Key]) -> list[int]:
-        """Return the numbers of values to be written, new ones for new keys."""
-        for key in keys:
-            self._numbers.setdefault(key, len(self._numbers))
-        return self.read(keys)
+def as_keys(keys: Any) -> tuple[Key, ...]:
+    """Return any spellings of TensorDict keys as flat tuples of strings."""
+    return tuple(as_key(key) for key in keys)
 
 
-@dataclass(frozen=True)
-class Call:
-    """Calls a function of tensors."""
-
-    inner: Callable[..., Any]
-    reads: tuple[Key, ...]
-    writes: tuple[Key, ...]
-
-    def linked(self, slots: Slots) -> Run:
-        """Return this step as a function of the list of values."""
-        inner, reads, writes = self.inner, slots.read(self.reads), slots.write(self.writes)
-
-        def run(values: Values) -> None:
-            out = inner(*[values[number] for number in reads])
-            if not isinstance(out, tuple):
-                out = (out,)
-            for number, value in zip(writes, out, strict=True):
-                values[number] = value
-
-        return run
+class _Unsure(Exception):
+    """A module may do more than we know of."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Chooses from the distribution of a probabilistic module."""
+def unwrap(module: Any) -> list[Call] | None:
+    """Return the inner calls of a module, or None if unsure.
 
-    module: Any
-    names: tuple[str, ...]
-    """The parameters of the distribution."""
-    reads: tuple[Key, ...]
-    writes: tuple[Key, ...]
-    """The choice and, if asked for, its log-probability."""
-    joint: Callable[..., Any] | None
-    """TorchRL's function that draws and rates at once."""
-
-    def linked(self, slots: Slots) -> Run:
-        """Return this step as a function of the list of values."""
-        module, rated = self.module, len(self.writes) == 2
-        reads, writes = slots.read(self.reads), slots.write(self.writes)
-        parameters = list(zip(self.names, reads, strict=True))
-
-        def run(values: Values) -> None:
-            given = {name: values[number] for name, number in parameters}
-            dist = module.distribution_class(**given, **module.distribution_kwargs)
-            how = current_interaction_type() or module.default_interaction_type
-            if self.joint is not None and rated and how is InteractionType.RANDOM:
-                out = self.joint(dist, torch.Size(), reparameterize=dist.has_rsample)
-            else:
-                choice = module._dist_sample(dist, interaction_type=how)
-                out = (choice, dist.log_prob(choice)) if rated else (choice,)
-            for number, value in zip(writes, out, strict=True):
-                values[number] = value
-
-        return run
-
-
-Step = Call | Sample
-
-
-class Program:
-    """Steps put together: `forward(*rows)` gives the values of `outputs`.
-
-    Args:
-        steps: What `unwrap` returned.
-        inputs: The keys of the rows.
-        outputs: The keys of the values to return.
+    Those of a module that was not changed since are equal.
     """
-
-    def __init__(self, steps: list[Step], inputs: Sequence[Key], outputs: Sequence[Key]) -> None:
-        slots = Slots(inputs)
-        self._inputs, self._outputs = inputs, outputs
-        self.steps, self._runs = steps, [step.linked(slots) for step in steps]
-        self._blank = [None] * (len(slots) - len(inputs))
-        self._wanted = slots.read(outputs)
-
-    def shortened(self) -> Program:
-        """Return this program with its modules called the shortest way."""
-        steps = [
-            replace(step, inner=shortened(step.inner)) if isinstance(step, Call) else step
-            for step in self.steps
-        ]
-        return Program(steps, self._inputs, self._outputs)
-
-    def forward(self, *rows: torch.Tensor) -> Sequence[Any]:
-        """Run all steps and return the outputs."""
-        return self.pick(self.run(rows))
-
-    def run(self, rows: Sequence[torch.Tensor]) -> Values:
-        """Run all steps and return all values."""
-        values = [*rows, *self._blank]
-        for run in self._runs:
-            run(values)
-        return values
-
-    def pick(self, values: Values) -> Sequence[Any]:
-        """Return the outputs among all values."""
-        return [values[number] for number in self._wanted]
+    try:
+        return list(_calls(module))
+    except _Unsure:
+        return None
 
 
-def unwrap(module: Any) -> list[Step] | None:
-    """Return the inner calls of a module as steps on a dict of values, or None if unsure.
-
-    Steps of a module that was not changed since are equal.
-    """
+def _calls(module: Any) -> Iterator[Call]:
     if not isinstance(module, torch.nn.Module) or is_altered(module):
-        return None
-    forward = type(module).forward
-    if forward in (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward):
-        return _unwrap_sequence(module)
-    if forward is TensorDictModule.forward:
-        return _unwrap_module(module)
-    if isinstance(module, ProbabilisticTensorDictModule):
-        return _unwrap_probabilistic(module)
-    return None
+        raise _Unsure
+    if isinstance(module, TensorDictSequential):
+        for part in _parts(module):
+            yield from _calls(part)
+    elif isinstance(module, TensorDictModule):
+        yield _inner_call(module)
+    elif isinstance(module, ProbabilisticTensorDictModule):
+        yield _choice(module)
+    else:
+        raise _Unsure
 
 
-def _unwrap_sequence(module: Any) -> list[Step] | None:
-    if (
-        type(module)._run_module is not TensorDictSequential._run_module
-        or module._select_before_return
-        or module.inplace not in (None, True)
-    ):
-        return None
+def _require(plain: bool, module: Any, known: type, *methods: str) -> None:
+    """Be unsure of a module that is not plain, or that overrides methods of a known class."""
+    kind = type(module)
+    if not plain or any(getattr(kind, name) is not getattr(known, name) for name in methods):
+        raise _Unsure
+
+
+def _parts(module: Any) -> list[Any]:
+    plain = not module._select_before_return and module.inplace in (None, True)
     parts = list(module._module_iter())
+    known: type = TensorDictSequential
     if isinstance(module, ProbabilisticTensorDictSequential):
-        if not module._requires_sample:  # an earlier part has made the sample
-            return None
+        known = ProbabilisticTensorDictSequential
+        plain = plain and module._requires_sample  # else an earlier part has made the sample
         if not module.return_composite:
             parts = [module.det_part, parts[-1]]
-    steps: list[Step] = []
-    for part in parts:
-        inner = unwrap(part)
-        if inner is None:
-            return None
-        steps += inner
-    return steps
+    _require(plain, module, known, "forward", "_run_module")
+    return parts
 
 
-def _unwrap_module(module: Any) -> list[Step] | None:
-    kind = type(module)
+def _inner_call(module: Any) -> Call:
     plain = (
-        kind._call_module is TensorDictModule._call_module
-        and kind._write_to_tensordict is TensorDictModule._write_to_tensordict
-        and module._kwargs is None
+        module._kwargs is None
         and not module.method_kwargs
         and module.method is None
         and not module._get_kwargs
         and module.inplace is True
     )
-    if not plain:
-        return None
-    reads = tuple(as_key(key) for key in module.in_keys)
-    return [Call(module.module, reads, tuple(as_key(key) for key in module.out_keys_source))]
+    methods = ("forward", "_call_module", "_write_to_tensordict")
+    _require(plain, module, TensorDictModule, *methods)
+    return Call(module.module, as_keys(module.in_keys), as_keys(module.out_keys_source))
 
 
-def _unwrap_probabilistic(module: Any) -> list[Step] | None:
-    kind = type(module)
+def _choice(module: Any) -> Call:
+    known = ProbabilisticTensorDictModule
     joint = None
-    if kind.forward is not ProbabilisticTensorDictModule.forward:
+    if type(module).forward is not known.forward:
         torchrl: Any = sys.modules.get("torchrl.modules.tensordict_module.probabilistic")
         joint = getattr(torchrl, "sample_and_log_prob", None)
-        if joint is None or kind.forward is not torchrl.SafeProbabilisticModule.forward:
-            return None
+        safe = getattr(torchrl, "SafeProbabilisticModule", known)
+        _require(joint is not None, module, safe, "forward")
     plain = (
-        kind.get_dist is ProbabilisticTensorDictModule.get_dist
-        and kind._dist_sample is ProbabilisticTensorDictModule._dist_sample
-        and module.num_samples is None
+        module.num_samples is None
         and getattr(module, "_generator", None) is None
         and getattr(module, "_generator_key", None) is None
         and len(module.dist_sample_keys) == 1
     )
-    if not plain:
-        return None
-    names = tuple(as_key(key)[-1] for key in module.dist_keys)
-    reads = tuple(as_key(key) for key in module.in_keys)
-    writes = [module.dist_sample_keys[0]]
-    if module.return_log_prob:
-        writes.append(module.log_prob_key)
-    return [Sample(module, names, reads, tuple(as_key(key) for key in writes), joint)]
+    _require(plain, module, known, "get_dist", "_dist_sample")
+    names = tuple(key[-1] for key in as_keys(module.dist_keys))
+    writes = [module.dist_sample_keys[0], *[module.log_prob_key] * bool(module.return_log_prob)]
+    inner = _Choice(module, names, len(writes) == 2, joint)
+    return Call(inner, as_keys(module.in_keys), as_keys(writes))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Chooses from the distribution of a probabilistic module."""
+
+    module: Any
+    names: tuple[str, ...]
+    """The parameters of the distribution."""
+    rated: bool
+    """Whether the log-probability of the choice is wanted too."""
+    joint: Callable[..., Any] | None
+    """TorchRL's function that draws and rates at once."""
+
+    def __call__(self, *parameters: torch.Tensor) -> Any:
+        module = self.module
+        given = dict(zip(self.names, parameters, strict=True))
+        dist = module.distribution_class(**given, **module.distribution_kwargs)
+        how = current_interaction_type() or module.default_interaction_type
+        if self.joint is not None and self.rated and how is InteractionType.RANDOM:
+            return self.joint(dist, torch.Size(), reparameterize=dist.has_rsample)
+        choice = module._dist_sample(dist, interaction_type=how)
+        return (choice, dist.log_prob(choice)) if self.rated else choice
