@@ -97,9 +97,11 @@ def _takes_batch_of_one(twin: TorchPolicy, rows: Mapping[Key, torch.Tensor]) -> 
     depends on shapes alone, so a few values tell.
     """
     call = joined(twin.calls, twin.inputs, twin.outputs)
-    inner, row = call.inner, rows[call.reads[0]]
-    alone = not twin.interface.batched and len(call.reads) == len(call.writes) == 1
-    if not (alone and isinstance(inner, torch.nn.Module) and row.is_floating_point()):
+    inner, alone = call.inner, not twin.interface.batched and len(call.writes) == 1
+    if not (alone and len(call.reads) == 1 and isinstance(inner, torch.nn.Module)):
+        return False
+    row = rows[call.reads[0]]
+    if not row.is_floating_point():
         return False
     noise = torch.Generator().manual_seed(0)
     for scale in (0, 0.1, 1, 10):

@@ -207,39 +207,37 @@ class TorchPolicy(Policy):
         """Return `act(t)` for this slab."""
         calls = [short(call) for call in self.calls] if self.takes_shortcuts else self.calls
         call = joined(calls, self.inputs, self.outputs)
-        inner, forms, batched = call.inner, self.forms, self.interface.batched
+        inner = _on_copies(call.inner) if self.copies_inputs else call.inner
+        forms, batched = self.forms, self.interface.batched
         if self.takes_batch_of_one:
             forms, batched = [Form.of_action(self.interface.actions[0], (1,))], True
-        rows: list[Any] = [slab.rows(key, batched) for key in call.reads]
-        if self.copies_inputs:
-            rows = [_Copies(of) for of in rows]
+        rows = [slab.rows(key, batched) for key in call.reads]
         writes = [form.writer(slab) for form in forms]
-        row, write = rows[0], writes[0]
-
-        def act_on_one_row(t: int) -> None:
-            write(t, inner(row[t]))
 
         def act(t: int) -> None:
-            write(t, inner(*[row[t] for row in rows]))
-
-        def act_with_extras(t: int) -> None:
             values = inner(*[row[t] for row in rows])
             for write, value in zip(writes, values, strict=True):
                 write(t, value)
 
         if len(writes) > 1:
-            return act_with_extras
-        return act if len(rows) > 1 else act_on_one_row
+            return act
+        (write,) = writes
+
+        def act_for_one_value(t: int) -> None:
+            write(t, inner(*[row[t] for row in rows]))
+
+        if len(rows) != 1:
+            return act_for_one_value
+        (row,) = rows
+
+        def act_directly(t: int) -> None:
+            write(t, inner(row[t]))
+
+        return act_directly
 
 
-class _Copies:
-    """Rows of which each is copied when it is asked for."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
-
-    def __getitem__(self, t: int) -> torch.Tensor:
-        return self._rows[t].clone()
+def _on_copies(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *rows: inner(*[row.clone() for row in rows])
 
 
 def _picker(paths: Sequence[Path]) -> Callable[[Any], Any]:

@@ -57,16 +57,14 @@ class CallablePolicy(TorchPolicy):
     def __init__(self, interface: Interface, policy: Callable[..., Any]) -> None:
         super().__init__(interface, policy)
         self.inputs = [leaf.key for leaf in interface.observations]
-        taken: tuple[Any, ...] = (interface.observation_space,)
-        initial = _initial_state(policy)
-        if initial is not None:
-            taken = (*taken, initial)
+        space, initial = interface.observation_space, _initial_state(policy)
+        self._recurrent = initial is not None
+        if self._recurrent:
             places = _paths(initial, _STATE, ()).items()
             self.states = [State(key, fetch(initial, path).detach()) for key, path in places]
             self.inputs += [state.key for state in self.states]
-        self._recurrent = initial is not None
-        if len(self.inputs) > len(taken) or interface.observations[0].path:
-            self.arguments = _nester(taken, itertools.count())
+        if _is_nested(space) or _is_nested(initial):
+            self.arguments = _nester((space, initial)[: 1 + self._recurrent], itertools.count())
 
     def read(self, answer: Any) -> dict[Key, Path]:
         paths: dict[Key, Path] = {}
@@ -126,6 +124,10 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, (Mapping, TensorDictBase))
 
 
+def _is_nested(value: Any) -> bool:
+    return _is_mapping(value) or isinstance(value, (tuple, spaces.Tuple))
+
+
 def _described(answer: Any) -> str:
     count = f" of {len(answer)} values" if isinstance(answer, tuple) else ""
     return f"a {type(answer).__name__}{count}"
@@ -162,7 +164,7 @@ def _nester(like: Any, numbers: Iterator[int]) -> Callable[[Sequence[torch.Tenso
     if _is_mapping(like):
         entries = {name: _nester(part, numbers) for name, part in like.items()}
         return lambda rows: {name: part(rows) for name, part in entries.items()}
-    if isinstance(like, (tuple, spaces.Tuple)):
+    if _is_nested(like):
         parts = [_nester(part, numbers) for part in like]
         make = getattr(like, "_make", tuple)
         return lambda rows: make([part(rows) for part in parts])

@@ -200,16 +200,14 @@ def check_free(key: Key, taken: Iterable[Key]) -> None:
 def check_range(leaf: Leaf, array: np.ndarray) -> None:
     """Refuse numbers that a discrete action space does not have, and non-finite ones."""
     if array.dtype.kind == "f":
-        bad = ~np.isfinite(array)
+        bad, wrong = ~np.isfinite(array), "not finite"
     elif isinstance(leaf.space, DISCRETE):
         low, high = bounds(leaf.space)
-        bad = (array < low) | (array > high)
+        bad, wrong = (array < low) | (array > high), "outside the action space {space}"
     else:
         return  # envs with a Box of whole numbers clip or accept as they see fit
     if bad.any():
-        wrong = (
-            "not finite" if array.dtype.kind == "f" else f"outside the action space {leaf.space}"
-        )
+        wrong = wrong.format(space=leaf.space)  # here, as describing a space takes its time
         rows = array.reshape(-1, *leaf.shape)
         row = int(bad.reshape(len(rows), -1).any(1).argmax())
         raise PolicyError(

@@ -12,9 +12,8 @@ from tensordict.nn import TensorDictModuleBase
 
 from swath.errors import UsageError
 from swath.policies.base import Interface, Path, State, TorchPolicy
-from swath.policies.calls import Call, joined
+from swath.policies.calls import Call, as_key, as_keys, joined, unwrap
 from swath.policies.probing import Trial
-from swath.policies.unwrapping import as_key, as_keys, unwrap
 from swath.tree import Key, key_name, nest
 
 __all__ = ["TensorDictPolicy", "is_tensordict_policy"]
