@@ -36,7 +36,7 @@ def test_the_data_is_the_same_as_with_single_rows(wrap, monkeypatch):
     module = Noting()
     fast = collect(wrap(module))
     assert module.shapes[-1] == (1, 4)
-    monkeypatch.setattr("swath.policies.takes_batch_of_one", lambda *_: False)
+    monkeypatch.setattr("swath.policies._takes_batch_of_one", lambda *_: False)
     plain = collect(wrap(module))
     assert module.shapes[-1] == (4,)
     assert all((a == b).all() for a, b in zip(fast, plain, strict=True))

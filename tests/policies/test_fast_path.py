@@ -20,7 +20,7 @@ from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as dist
 from torch import nn
 
-from swath.policies.unwrapping import Call
+from swath.policies.calls import Call
 
 Make = Callable[[], Any]
 
@@ -245,6 +245,7 @@ SLOW: dict[str, Make] = {
     "answers with a dict": lambda: Mod(
         lambda x: {"action": argmax(x)}, ["observation"], ["action"]
     ),
+    "answers with a tuple of one": lambda: Mod(lambda x: (argmax(x),), ["observation"], ["action"]),
     "answers with numpy": lambda: Mod(lambda x: x.numpy().argmax(-1), ["observation"], ["action"]),
     "numpy in between": lambda: Seq(
         Mod(lambda x: x.numpy(), ["observation"], ["_between"]),
@@ -307,6 +308,11 @@ def test_a_nested_observation_may_be_read_as_a_whole():
     policy = Mod(lambda camera: argmax(camera["eye"]), ["camera"], ["action"])
     data = collect(policy, make_envs(3, spaces.Discrete(3), NESTED))
     assert torch.equal(data["action"], argmax(data["camera", "eye"]))
+
+
+def test_a_module_may_read_nothing():
+    policy = Mod(lambda: torch.ones(3, dtype=torch.int64), [], ["action"])
+    assert collect(policy, make_envs(3))["action"].eq(1).all()
 
 
 def test_what_is_changed_between_batches_counts():

@@ -60,6 +60,20 @@ FORMS = {
 }
 
 
+@both
+@pytest.mark.parametrize("wrap", [lambda x: (x,), lambda x: {"h": x}, lambda x: ({"h": x},)])
+def test_a_structure_of_one_tensor_is_kept(wrap, num_envs):
+    def policy(observation: torch.Tensor, state: Any) -> Any:
+        assert type(state) is type(wrap(START))
+        while not isinstance(state, torch.Tensor):
+            state = state["h"] if isinstance(state, dict) else state[0]
+        action, state = step(observation, state)
+        return action, wrap(state)
+
+    data = collect(RecurrentPolicy(policy, wrap(START)), make_envs(num_envs))
+    assert torch.equal(data["action"], collect(Attribute(), make_envs(num_envs))["action"])
+
+
 def check_state(data: Any, key: Any, start: torch.Tensor) -> None:
     """What came out goes in, except at the start of an episode."""
     went_in, came_out = data[key], data["next"][key]

@@ -13,9 +13,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.envs.group import called
 from swath.errors import ClosedError, UsageError
-from swath.memory import HeapMemory, Layout, Slab
+from swath.memory import Layout, Slab
 from swath.policies import ActionSampler, Interface, as_policy, check_range, to_array
-from swath.rollout import BoundEnvs, EnvGroup, Plan, Runner, columns, keys
+from swath.rollout import BoundEnvs, EnvGroup, Plan, Runner, columns, keys, slab_for
 from swath.seeding import env_seed
 from swath.tree import Leaf, key_name, nest
 
@@ -168,7 +168,7 @@ class Env:
             info, masked = self.group.info_fields, self.group.skips_rows
             fields = columns.env_fields(self._interface, info, policy, masked=masked, compact=False)
             layout = Layout(fields, 1, self.num_envs)
-            slab = Slab(layout, HeapMemory(layout.nbytes))
+            slab = slab_for(self.group, layout)
             columns.clear(slab)
             self._state = slab, self.group.bind(slab)
         return self._state

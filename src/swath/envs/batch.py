@@ -35,7 +35,7 @@ class BatchGroup(Group):
         self.resetting = np.zeros(num_envs, bool)
         """Envs whose next step is a reset."""
 
-    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundBatch:
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> _BoundBatch:
         return _BoundBatch(self, slab)
 
     def reset_envs(self, which: Sequence[int] | None) -> Any:
@@ -53,6 +53,8 @@ class BatchGroup(Group):
 
 class _BoundBatch:
     """A `BatchGroup` that writes into one slab."""
+
+    eager = False
 
     def __init__(self, group: BatchGroup, slab: Slab) -> None:
         self._group = group

@@ -51,7 +51,7 @@ class GymGroup(Group):
         self._seeds = list(seeds)
         self._first = [None] * self.num_envs
 
-    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundGym:
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> _BoundGym:
         return _BoundGym(self, slab, [_bare(env)[0] if bare else env for env in self.envs])
 
     def close(self) -> None:
@@ -91,6 +91,8 @@ def _bare(env: gym.Env[Any, Any]) -> tuple[gym.Env[Any, Any], int | None]:
 
 class _BoundGym:
     """A `GymGroup` that writes into one slab."""
+
+    eager = False
 
     def __init__(self, group: GymGroup, slab: Slab, envs: Sequence[gym.Env[Any, Any]]) -> None:
         self._group = group

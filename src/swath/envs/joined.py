@@ -62,6 +62,7 @@ class JoinedGroup(Group):
         self.skips_rows = any(group.skips_rows for group in groups)
         self.resets_singly = all(group.resets_singly for group in groups)
         self.freezes = all(group.freezes for group in groups)
+        self.needs_shared_memory = any(group.needs_shared_memory for group in groups)
 
     def seed(self, seeds: Sequence[int]) -> None:
         for group, start, end in self.parts:
@@ -71,7 +72,7 @@ class JoinedGroup(Group):
         for group, start, end in self.parts:
             group.freeze(_inside(which, start, end))
 
-    def bind(self, slab: Slab, *, bare: bool = False) -> _BoundJoined:
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> _BoundJoined:
         return _BoundJoined([(g.bind(slab.part(*span)), *span) for g, *span in self.parts])
 
     def snapshot(self) -> list[Any] | None:
@@ -87,6 +88,8 @@ class JoinedGroup(Group):
 
 
 class _BoundJoined:
+    eager = False
+
     def __init__(self, parts: Sequence[tuple[BoundEnvs, int, int]]) -> None:
         self._parts = parts
 

@@ -23,7 +23,7 @@ from swath.links import forkserver
 from swath.links.channel import Channel, close_all
 from swath.links.forkserver import STATUS
 
-__all__ = ["Launched", "launch", "server_pid", "stop_server"]
+__all__ = ["Launched", "ending", "launch", "server_pid", "stop_server"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = (
@@ -63,6 +63,18 @@ class Launched:
         self._closed = True
         self.channel.close()
         os.close(self.sentinel)
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, in words."""
+    if code >= 0:
+        return f"ended by itself with exit code {code}; look for os._exit or sys.exit."
+    name = signal.Signals(-code).name
+    hints = {
+        "SIGKILL": " (often because the machine ran out of memory)",
+        "SIGSEGV": " (a crash in native code of an env or a library)",
+    }
+    return f"was killed by {name}{hints.get(name, '')}."
 
 
 def launch(target: Callable[[Channel, bytes], None], payload: bytes) -> Launched:

@@ -51,11 +51,16 @@ class ProcessLink:
         """Return the descriptor to wait on for messages."""
         return self._process.channel.fileno()
 
-    def send(self, message: Any, memories: Sequence[SharedMemory] = ()) -> None:
-        """Send a message, and memory to map; EOFError if the worker is gone."""
-        descriptors = [memory.descriptor for memory in memories]
+    def send(
+        self,
+        message: Any,
+        memories: Sequence[SharedMemory] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Send a message, memory to map and open files; EOFError if the worker is gone."""
+        mapped: list[Any] = [memory.descriptor for memory in memories]
         sizes = [memory.nbytes for memory in memories]
-        self._process.channel.send((message, sizes), descriptors)  # type: ignore[arg-type]
+        self._process.channel.send((message, sizes), [*mapped, *descriptors])
 
     def receive(self) -> Any:
         """Wait for a message and return it; EOFError if the worker is gone."""
@@ -87,12 +92,13 @@ class ProcessPort:
         self._flag = flag.array.data
 
     def receive(self) -> tuple[Any, list[SharedMemory]]:
-        """Wait for a message and return it with the memory that came beside it."""
+        """Wait for a message and return it with the memory that came beside it.
+
+        Further descriptors, if any, are left in `descriptors`.
+        """
         (message, sizes), descriptors = self._channel.receive()
-        memories = [SharedMemory(*pair) for pair in zip(sizes, descriptors, strict=True)]
-        for memory in memories:
-            memory.close_descriptor()
-        return message, memories
+        self.descriptors = descriptors[len(sizes) :]
+        return message, [SharedMemory(*pair) for pair in zip(sizes, descriptors, strict=False)]
 
     def send(self, message: Any) -> None:
         """Send a message."""

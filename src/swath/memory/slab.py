@@ -113,9 +113,12 @@ class Slab:
 
     number = 0
     """What messages call it."""
+    span: tuple[int, int]
+    """The envs of the layout that it holds."""
 
     def __init__(self, layout: Layout, memory: Memory) -> None:
         self.layout, self.memory = layout, memory
+        self.span = (0, layout.envs)
         self.arrays: dict[Key, np.ndarray] = {
             key: layout.array(memory.array, place) for key, place in layout.places.items()
         }
@@ -135,6 +138,7 @@ class Slab:
         """Return the envs from `start` to `stop` as a slab of views on the same memory."""
         part = object.__new__(Slab)
         part.layout, part.memory, part._rows = self.layout, self.memory, {}
+        part.span = (self.span[0] + start, self.span[0] + stop)
         part.arrays = {key: array[:, start:stop] for key, array in self.arrays.items()}
         part.tensors = {key: tensor[:, start:stop] for key, tensor in self.tensors.items()}
         return part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ import torch
 from swath.errors import PolicyError, SwathError, UsageError
 from swath.policies.base import Interface, Policy, State, TorchPolicy
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
+from swath.policies.calls import joined, short
 from swath.policies.outputs import check_range, to_array
-from swath.policies.probing import attempt, modules_of, same_values, takes_batch_of_one
+from swath.policies.probing import Trial, attempt, modules_of, repeats
 from swath.policies.random import ActionSampler, RandomPolicy, UniformPolicy
 from swath.policies.shortcuts import installed
 from swath.policies.tensordicts import TensorDictPolicy, is_tensordict_policy
@@ -91,12 +92,7 @@ def probe(
         return
     adapter.compile_with = compile_with
     try:
-        adapter.learn(rows)
-        if adapter.direct is not None and not adapter.interface.batched:
-            key, call = adapter.direct
-            adapter.takes_batch_of_one = takes_batch_of_one(call, rows[key])
-        if compile_with is None:
-            adapter.takes_shortcuts = _takes_shortcuts(policy, adapter.interface, rows)
+        trial = adapter.learn(rows)
     except SwathError:
         raise
     except Exception as error:
@@ -105,26 +101,39 @@ def probe(
             f"the policy raised {type(error).__name__}: {error}. It was called with {shapes}; "
             "see the cause above."
         ) from error
-
-
-def _takes_shortcuts(policy: Any, interface: Interface, rows: Mapping[Key, torch.Tensor]) -> bool:
-    """Tell whether a copy of the policy does the same while shortcuts stand in its modules."""
     if not isinstance(getattr(policy, "__self__", policy), torch.nn.Module):
-        return False  # a function has no copy to try it on
+        return  # a function has no copy to try faster ways on
     try:
-        twin = copy.deepcopy(policy)
-        adapter = as_policy(twin, interface, ActionSampler([], []))
-        assert isinstance(adapter, TorchPolicy)
-        adapter.learn(rows)
+        twin = copy.deepcopy(adapter)
+    except Exception:  # whatever a user's object does when it is copied
+        return
+    adapter.takes_batch_of_one = _takes_batch_of_one(twin, rows)
+    adapter.takes_shortcuts = compile_with is None and _takes_shortcuts(twin, trial, rows)
 
-        def call(inputs: Sequence[torch.Tensor]) -> dict[Key, Any]:
-            keys = [form.key for form in adapter.forms]
-            return dict(zip(keys, adapter.forward(*inputs), strict=True))
 
-        inputs = [rows[key] for key in adapter.inputs]
-        plain = attempt(twin, call, inputs)
-        with installed(adapter.modules):
-            short = attempt(twin, call, inputs)
-    except Exception:  # it cannot be copied, or looks into its layers in some unusual way
+def _takes_batch_of_one(twin: TorchPolicy, rows: Mapping[Key, torch.Tensor]) -> bool:
+    """Tell whether a module gives the same for a row and for a batch of that one row, bit for bit.
+
+    PyTorch's layers take a longer way for vectors than for matrices of one row. Which kernels run
+    depends on shapes alone, so a few values tell.
+    """
+    call = joined(twin.calls, twin.inputs, twin.outputs)
+    inner, alone = call.inner, not twin.interface.batched and len(call.writes) == 1
+    if not (alone and len(call.reads) == 1 and isinstance(inner, torch.nn.Module)):
         return False
-    return same_values(plain, short)
+    row = rows[call.reads[0]]
+    if not row.is_floating_point():
+        return False
+    noise = torch.Generator().manual_seed(0)
+    for scale in (0, 0.1, 1, 10):
+        inputs = [row + scale * torch.randn(row.shape, generator=noise)]
+        trial = attempt(twin.modules, lambda row: [inner(row)], inputs)
+        if not repeats(trial, twin.modules, lambda row: inner(row.unsqueeze(0)), inputs):
+            return False
+    return True
+
+
+def _takes_shortcuts(twin: TorchPolicy, trial: Trial, rows: Mapping[Key, torch.Tensor]) -> bool:
+    """Tell whether a policy does the same while shortcuts stand in its modules."""
+    with installed(twin.modules):
+        return twin.repeats(trial, [short(call) for call in twin.calls], rows)

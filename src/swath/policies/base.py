@@ -1,7 +1,7 @@
 """What the rollout loop calls: an adapter with known inputs and outputs, bound to a slab.
 
 ```
- row t of the slab --rows--> forward(*rows) --values--> row t of the slab (next states: row t + 1)
+ row t of the slab --rows--> call(*rows) --values--> row t of the slab (next states: row t + 1)
 ```
 
 An adapter says which keys it reads and which it writes; `bind` turns it into one function of the
@@ -15,21 +15,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from operator import itemgetter
+from typing import Any
 
 import gymnasium as gym
 import torch
 
 from swath.errors import PolicyError
 from swath.memory import Field, Slab
-from swath.policies.outputs import Form, check_free, extra_field
-from swath.policies.probing import modules_of
-from swath.policies.shortcuts import installed, shortened
-from swath.tree import Key, Leaf, action_leaves, key_name, observation_leaves
+from swath.policies.calls import Call, joined, short
+from swath.policies.outputs import Form, check_free, check_range
+from swath.policies.probing import Trial, attempt, modules_of, repeats
+from swath.policies.shortcuts import installed
+from swath.tree import Key, Leaf, action_leaves, fetch, key_name, observation_leaves
 
-__all__ = ["Act", "Interface", "Policy", "State", "TorchPolicy"]
+__all__ = ["Act", "Interface", "Path", "Policy", "State", "TorchPolicy"]
 
 Act = Callable[[int], None]
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -65,127 +68,182 @@ class State:
     initial: torch.Tensor
 
 
-class Policy(Protocol):
-    """What the loop needs of a policy."""
+class Policy:
+    """What the loop calls."""
 
-    extras: list[Field]
-    """What it stores beside the action."""
-    states: list[State]
-    """What it carries from step to step."""
-    needs_is_init: bool
-    """Reads a flag that is True at the first step of an episode."""
+    def __init__(self, interface: Interface) -> None:
+        self.interface = interface
+        self.extras: list[Field] = []
+        """What it stores beside the action."""
+        self.states: list[State] = []
+        """What it carries from step to step."""
+        self.needs_is_init = False
+        """Reads a flag that is True at the first step of an episode."""
 
     def bound(self, slab: Slab, steps: int) -> AbstractContextManager[Act]:
         """Give the function that acts at step t of this slab; entered once per rollout."""
-        ...
+        raise NotImplementedError
 
 
-class TorchPolicy:
+class TorchPolicy(Policy):
     """The adapter for everything that computes.
 
-    Subclasses set `inputs` (keys read) and `forward`, which takes their rows and returns the
-    values of `forms` in order. Where one row makes the action and nothing else, they may set
-    `direct`: the key of that row, and a function of it.
+    Subclasses set `inputs` (keys read), `arguments` (from their rows to what the user's policy is
+    called with; None if that is the rows), and say in `read` where its answer has which value.
     """
 
     inputs: list[Key]
-    forward: Callable[..., Sequence[Any]]
-    direct: tuple[Key, Callable[[torch.Tensor], Any]] | None = None
+    arguments: Callable[[Sequence[torch.Tensor]], Sequence[Any]] | None = None
+    calls: list[Call]
+    """What is called at each step."""
+    outputs: list[Key]
+    """The keys under which the calls give the values of `forms`."""
     copies_inputs = False
     """The policy keeps or changes what it is given, so it gets copies."""
     compile_with: Mapping[str, Any] | None = None
     takes_batch_of_one = False
-    """A lone env's observation may be given with a batch dimension of one; see `probing`."""
+    """A lone env's observation may be given with a batch dimension of one; see `probe`."""
     takes_shortcuts = False
     """Layers may be called without `nn.Module.__call__`; see `shortcuts`."""
 
-    def __init__(self, interface: Interface, user_policy: Any) -> None:
-        self.interface = interface
-        self.modules = modules_of(user_policy)
+    def __init__(self, interface: Interface, policy: Any) -> None:
+        super().__init__(interface)
+        self.policy, self.modules = policy, modules_of(policy)
+        self.paths: dict[Key, Path] = {}
         self.forms: list[Form] = []
-        self.extras: list[Field] = []
-        self.states: list[State] = []
-        self.needs_is_init = False
 
-    def learn(self, rows: Mapping[Key, torch.Tensor]) -> None:
-        """Call the policy on these rows, to learn what it writes; it is left as it was."""
+    def read(self, answer: Any) -> dict[Key, Path]:
+        """Return where in the policy's answer each value stands."""
         raise NotImplementedError
+
+    def learn(self, rows: Mapping[Key, torch.Tensor]) -> Trial:
+        """Call the policy on these rows, to learn what it writes; it is left as it was."""
+
+        def call(*inputs: torch.Tensor) -> list[Any]:
+            answer = self.policy(*(self.arguments(inputs) if self.arguments else inputs))
+            self.paths.update(self.read(answer))
+            return [fetch(answer, path) for path in self.paths.values()]
+
+        trial = attempt(self.modules, call, [rows[key] for key in self.inputs])
+        self.settle(dict(zip(self.paths, trial.values, strict=True)))
+        self.copies_inputs, self.outputs = trial.keeps_inputs, list(self.paths)
+        self.calls = self.choose(trial, rows)
+        return trial
 
     def settle(self, values: Mapping[Key, Any]) -> None:
         """Fix the form of every output from the first values, after checking them."""
         batch = self.interface.batch_shape
-        actions = [Form.of_action(leaf, batch) for leaf in self.interface.actions]
-        states = [Form(s.key, (*batch, *s.initial.shape), s.initial.dtype) for s in self.states]
-        for form in (*actions, *states):
-            if form.key not in values:
+        needed = {leaf.key: Form.of_action(leaf, batch) for leaf in self.interface.actions}
+        for state in self.states:
+            shape = (*batch, *state.initial.shape)
+            needed[state.key] = Form(state.key, shape, state.initial.dtype)
+        for key in needed:
+            if key not in values:
                 raise PolicyError(
-                    f"the policy gives no {key_name(form.key)}; it gave "
+                    f"the policy gives no {key_name(key)}; it gave "
                     f"{[key_name(key) for key in values]}. Return it, or a dict that has it."
                 )
-            form.check(form.fit(values[form.key]))
-        needed = [form.key for form in (*actions, *states)]
         taken = {*(leaf.key for leaf in self.interface.observations), *self.inputs, *needed}
-        for key in values:
-            if key not in needed:
+        for key, value in values.items():
+            form = needed.get(key)
+            if form is None:
                 check_free(key, taken)
-                self.extras.append(extra_field(key, values[key], batch))
-        extras = [Form(field.key, (*batch, *field.shape), field.dtype) for field in self.extras]
-        self.forms = [*actions, *extras, *states]
+                form = Form.of_extra(key, value, batch)
+                self.extras.append(Field(key, form.shape[len(batch) :], form.dtype))
+            array = form.fit(value)
+            if form.leaf is not None:
+                check_range(form.leaf, array)
+            self.forms.append(form)
+
+    def choose(self, trial: Trial, rows: Mapping[Key, torch.Tensor]) -> list[Call]:
+        """Return what to call at each step, to do what the policy did in this trial."""
+        return [self.as_it_is()]
+
+    def as_it_is(self) -> Call:
+        """Return the whole policy as one call."""
+        policy, paths = self.compiled(self.policy), list(self.paths.values())
+        inputs, outputs = tuple(self.inputs), tuple(self.outputs)
+        if self.arguments is None and paths == [()]:
+            return Call(policy, inputs, outputs)
+        self._policy, self._pick = policy, _picker(paths)
+        return Call(self._answer, inputs, outputs)
+
+    def _answer(self, *rows: torch.Tensor) -> Any:
+        answer = self._policy(*(self.arguments(rows) if self.arguments else rows))
+        try:
+            return self._pick(answer)
+        except (LookupError, TypeError) as error:
+            raise PolicyError(
+                f"the policy's answer is a {type(answer).__name__} of another form than at the "
+                f"first call, when it held {', '.join(map(key_name, self.paths))}. Always return "
+                "the same."
+            ) from error
+
+    def refresh(self) -> None:
+        """Heed hooks and other changes of the policy since the last rollout."""
 
     def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call as it is to be made: through `torch.compile` if the user asked so."""
         return call if self.compile_with is None else torch.compile(call, **self.compile_with)
 
+    def repeats(self, trial: Trial, calls: list[Call], rows: Mapping[Key, torch.Tensor]) -> bool:
+        """Tell whether these calls do what the policy did in this trial, bit for bit."""
+
+        def call(*inputs: torch.Tensor) -> Sequence[Any]:
+            whole = joined(calls, self.inputs, self.outputs)
+            given = dict(zip(self.inputs, inputs, strict=True))
+            out = whole.inner(*[given[key] for key in whole.reads])
+            return [out] if len(self.outputs) == 1 else out
+
+        return repeats(trial, self.modules, call, [rows[key] for key in self.inputs])
+
     @contextlib.contextmanager
     def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
-        """See `Policy`."""
+        self.refresh()
         with installed(self.modules if self.takes_shortcuts else ()):
             yield self.bind(slab)
 
     def bind(self, slab: Slab) -> Act:
         """Return `act(t)` for this slab."""
-        batched = self.interface.batched
-        writes = [
-            form.writer(
-                slab.arrays[form.key],
-                carried=slab.layout.places[form.key].field.carried,
-                batched=batched,
-            )
-            for form in self.forms
-        ]
-        if self.direct is not None:
-            key, call = self.direct
-            if self.takes_shortcuts:
-                call = shortened(call)
-            row, write = self._rows(slab, key), writes[0]
-            if self.takes_batch_of_one:
-                form = Form.of_action(self.interface.actions[0], (1,))
-                row = slab.rows(key, True)
-                write = form.writer(slab.arrays[form.key], carried=False, batched=True)
-
-            def act_directly(t: int) -> None:
-                write(t, call(row[t]))
-
-            return act_directly
-        rows, forward = [self._rows(slab, key) for key in self.inputs], self.forward
+        calls = [short(call) for call in self.calls] if self.takes_shortcuts else self.calls
+        call = joined(calls, self.inputs, self.outputs)
+        inner = _on_copies(call.inner) if self.copies_inputs else call.inner
+        forms, batched = self.forms, self.interface.batched
+        if self.takes_batch_of_one:
+            forms, batched = [Form.of_action(self.interface.actions[0], (1,))], True
+        rows = [slab.rows(key, batched) for key in call.reads]
+        writes = [form.writer(slab) for form in forms]
 
         def act(t: int) -> None:
-            values = forward(*[row[t] for row in rows])
+            values = inner(*[row[t] for row in rows])
             for write, value in zip(writes, values, strict=True):
                 write(t, value)
 
-        return act
+        if len(writes) > 1:
+            return act
+        (write,) = writes
 
-    def _rows(self, slab: Slab, key: Key) -> Any:
-        rows = slab.rows(key, self.interface.batched)
-        return _Copies(rows) if self.copies_inputs else rows
+        def act_for_one_value(t: int) -> None:
+            write(t, inner(*[row[t] for row in rows]))
+
+        if len(rows) != 1:
+            return act_for_one_value
+        (row,) = rows
+
+        def act_directly(t: int) -> None:
+            write(t, inner(row[t]))
+
+        return act_directly
 
 
-class _Copies:
-    """Rows of which each is copied when it is asked for."""
+def _on_copies(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *rows: inner(*[row.clone() for row in rows])
 
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
 
-    def __getitem__(self, t: int) -> torch.Tensor:
-        return self._rows[t].clone()
+def _picker(paths: Sequence[Path]) -> Callable[[Any], Any]:
+    """Return the function that takes the values at these paths out of an answer."""
+    if all(len(path) == 1 for path in paths):
+        return itemgetter(*[path[0] for path in paths])  # one call for all of them
+    if len(paths) == 1:
+        return lambda answer: fetch(answer, paths[0])
+    return lambda answer: [fetch(answer, path) for path in paths]

@@ -12,13 +12,10 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 
 from swath.errors import PolicyError, UsageError
-from swath.policies.base import Interface, State, TorchPolicy
-from swath.policies.probing import attempt
-from swath.tree import Key, builder, fetch, key_name
+from swath.policies.base import Interface, Path, State, TorchPolicy
+from swath.tree import Key, fetch, key_name
 
 __all__ = ["CallablePolicy", "RecurrentPolicy"]
-
-Path = tuple[str | int, ...]
 
 _EXTRA_NAMES = ("log_prob", "value")
 _STATE: Key = ("policy_state",)
@@ -57,95 +54,55 @@ class RecurrentPolicy(torch.nn.Module):
 class CallablePolicy(TorchPolicy):
     """The adapter for callables and modules that know nothing of TensorDict."""
 
-    def __init__(self, interface: Interface, fn: Callable[..., Any]) -> None:
-        super().__init__(interface, fn)
-        self._fn = fn
-        leaves = interface.observations
-        self._observation = builder(interface.observation_space, leaves)
-        initial = _initial_state(fn)
-        self._state: Callable[[Sequence[torch.Tensor]], Any] | None = None
-        if initial is not None:
-            self._state = _nester(initial, itertools.count(len(leaves)))
+    def __init__(self, interface: Interface, policy: Callable[..., Any]) -> None:
+        super().__init__(interface, policy)
+        self.inputs = [leaf.key for leaf in interface.observations]
+        space, initial = interface.observation_space, _initial_state(policy)
+        self._recurrent = initial is not None
+        if self._recurrent:
             places = _paths(initial, _STATE, ()).items()
             self.states = [State(key, fetch(initial, path).detach()) for key, path in places]
-        self.inputs = [leaf.key for leaf in leaves] + [state.key for state in self.states]
+            self.inputs += [state.key for state in self.states]
+        if _is_nested(space) or _is_nested(initial):
+            self.arguments = _nester((space, initial)[: 1 + self._recurrent], itertools.count())
 
-    def learn(self, rows: Mapping[Key, torch.Tensor]) -> None:
-        """See `TorchPolicy`: here it learns where in the answer each value stands."""
+    def read(self, answer: Any) -> dict[Key, Path]:
         paths: dict[Key, Path] = {}
+        states: dict[Key, Path] = {}
+        decision: Any = answer
+        at: Path = ()
+        if self._recurrent:
+            if not isinstance(answer, tuple) or len(answer) not in (2, 3):
+                raise PolicyError(
+                    "a policy with an initial_state must return (action, state) or (action, "
+                    f"extras, state); it returned {_described(answer)}."
+                )
+            decision, at = (answer[0], (0,)) if len(answer) == 2 else (answer[:2], ())
+            states = _paths(answer[-1], _STATE, (-1,))
+        for name, path in self._named(decision).items():
+            value = fetch(decision, path)
+            if name == "action":
+                for leaf in self.interface.actions:
+                    if _reaches(value, leaf.path):
+                        paths[leaf.key] = (*at, *path, *leaf.path)
+            else:
+                paths.update(_paths(value, (name,), (*at, *path)))
+        return {**paths, **states}
 
-        def call(inputs: Sequence[torch.Tensor]) -> dict[Key, Any]:
-            answer = self._call(inputs)
-            paths.update(self._read(answer))
-            return {key: fetch(answer, path) for key, path in paths.items()}
-
-        trial = attempt(self._fn, call, [rows[key] for key in self.inputs])
-        self.settle(trial.values)
-        self.copies_inputs = trial.keeps_inputs
-        self._fn = self.compiled(self._fn)
-        where = [paths[form.key] for form in self.forms]
-        self._pick, self.forward = _picker(where), self._forward
-        if where == [()] and len(self.inputs) == 1 and not self.interface.observations[0].path:
-            self.direct = self.inputs[0], self._fn
-
-    def _call(self, rows: Sequence[torch.Tensor]) -> Any:
-        if self._state is None:
-            return self._fn(self._observation(rows))
-        return self._fn(self._observation(rows), self._state(rows))
-
-    def _forward(self, *rows: torch.Tensor) -> Sequence[Any]:
-        answer = self._call(rows)
-        try:
-            return self._pick(answer)
-        except (LookupError, TypeError) as error:
-            names = [key_name(form.key) for form in self.forms]
-            raise PolicyError(
-                f"the policy's answer is a {type(answer).__name__} of another form than at the "
-                f"first call, when it held {', '.join(names)}. Always return the same."
-            ) from error
-
-    def _read(self, answer: Any) -> dict[Key, Path]:
-        """Return where in the answer each value stands."""
-        if self._state is None:
-            return self._read_decision(answer, ())
-        if not isinstance(answer, tuple) or len(answer) not in (2, 3):
-            raise PolicyError(
-                "a policy with an initial_state must return (action, state) or (action, extras, "
-                f"state); it returned {_described(answer)}."
-            )
-        if len(answer) == 2:
-            decision = self._read_decision(answer[0], (0,))
-        else:
-            decision = self._read_decision(answer[:2], ())
-        return {**decision, **_paths(answer[-1], _STATE, (-1,))}
-
-    def _read_decision(self, answer: Any, at: Path) -> dict[Key, Path]:
-        """Return where the leaves of the action and the extras stand."""
-        action, extras = self._split(answer)
-        paths: dict[Key, Path] = {}
-        if action is not None:
-            for leaf in self.interface.actions:
-                if _reaches(answer, (*action, *leaf.path)):
-                    paths[leaf.key] = (*at, *action, *leaf.path)
-        for name, path in extras.items():
-            paths.update(_paths(fetch(answer, path), (name,), (*at, *path)))
-        return paths
-
-    def _split(self, answer: Any) -> tuple[Path | None, dict[str, Path]]:
-        """Return where the action is (None: nowhere), and where each extra is, by name."""
+    def _named(self, answer: Any) -> dict[str, Path]:
+        """Return where the action and the extras are, by name."""
         space = self.interface.action_space
         if _is_mapping(answer):
             names = list(answer.keys())
             if isinstance(space, spaces.Dict) and (
                 set(names) == set(space.keys()) or "action" not in names
             ):
-                return (), {}
-            extras: dict[str, Path] = {str(name): (name,) for name in names if name != "action"}
-            return ("action",) if "action" in names else None, extras
+                return {"action": ()}
+            return {str(name): (name,) for name in names}
         if not isinstance(answer, tuple) or self._is_tuple_action(answer):
-            return (), {}
+            return {"action": ()}
         if len(answer) == 2 and _is_mapping(answer[1]):
-            return (0,), {str(name): (1, name) for name in answer[1].keys()}
+            return {"action": (0,), **{str(name): (1, name) for name in answer[1].keys()}}
         names = list(getattr(answer, "_fields", ("action", *_EXTRA_NAMES)))
         if len(answer) > len(names) or names[0] != "action":
             raise PolicyError(
@@ -153,7 +110,7 @@ class CallablePolicy(TorchPolicy):
                 f"action, {', '.join(_EXTRA_NAMES)}. Return a dict with an 'action' to name them "
                 "yourself."
             )
-        return (0,), {name: (i,) for i, name in enumerate(names[: len(answer)]) if i}
+        return {name: (i,) for i, name in enumerate(names[: len(answer)])}
 
     def _is_tuple_action(self, answer: tuple[Any, ...]) -> bool:
         """Tell an action of a Tuple space from such an action followed by extras."""
@@ -165,6 +122,10 @@ class CallablePolicy(TorchPolicy):
 
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, (Mapping, TensorDictBase))
+
+
+def _is_nested(value: Any) -> bool:
+    return _is_mapping(value) or isinstance(value, (tuple, spaces.Tuple))
 
 
 def _described(answer: Any) -> str:
@@ -198,22 +159,15 @@ def _paths(value: Any, key: Key, at: Path) -> dict[Key, Path]:
     return flat
 
 
-def _picker(paths: Sequence[Path]) -> Callable[[Any], Sequence[Any]]:
-    """Return the function that takes the values at these paths out of an answer."""
-    if len(paths) > 1 and all(len(path) == 1 for path in paths):
-        return itemgetter(*[path[0] for path in paths])  # one call for all of them
-    return lambda answer: [fetch(answer, path) for path in paths]
-
-
 def _nester(like: Any, numbers: Iterator[int]) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Return the function that puts rows, by number, into a structure like this one."""
+    """Return the function that puts rows, in order, into a structure like this value or space."""
     if _is_mapping(like):
         entries = {name: _nester(part, numbers) for name, part in like.items()}
         return lambda rows: {name: part(rows) for name, part in entries.items()}
-    if isinstance(like, tuple):
+    if _is_nested(like):
         parts = [_nester(part, numbers) for part in like]
         make = getattr(like, "_make", tuple)
-        return lambda rows: make(part(rows) for part in parts)
+        return lambda rows: make([part(rows) for part in parts])
     return itemgetter(next(numbers))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -17,12 +18,14 @@ import torch
 from gymnasium import spaces
 
 from swath.errors import PolicyError, UsageError
-from swath.memory import Field, numpy_dtype, torch_dtype
+from swath.memory import Slab, numpy_dtype, torch_dtype
 from swath.tree import Key, Leaf, key_name
 
-__all__ = ["Form", "Write", "check_free", "check_range", "extra_field", "to_array"]
+__all__ = ["DISCRETE", "Form", "bounds", "check_free", "check_range", "to_array"]
 
 Write = Callable[[int, Any], None]
+
+DISCRETE = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 _RESERVED: tuple[Key, ...] = tuple(
     (name,) for name in ("done", "terminated", "truncated", "next", "collector")
@@ -60,6 +63,18 @@ class Form:
         """Return the form of a leaf of the action."""
         return cls(leaf.key, (*batch, *leaf.shape), torch_dtype(leaf.dtype, leaf.key), leaf)
 
+    @classmethod
+    def of_extra(cls, key: Key, value: Any, batch: tuple[int, ...]) -> Form:
+        """Return the form of an extra output, from its first value."""
+        array = _numbers(key, value)
+        if array.shape[: len(batch)] != batch:
+            raise PolicyError(
+                f"the policy's output {key_name(key)} has shape {array.shape}; it must start with "
+                f"the batch shape {batch} of the policy's input, one entry for each env. Expand it."
+            )
+        dtype = value.dtype if isinstance(value, torch.Tensor) else torch_dtype(array.dtype, key)
+        return cls(key, array.shape, dtype)
+
     def fit(self, value: Any) -> np.ndarray:
         """Return any value as an array of this form, or say why it cannot be."""
         array = _numbers(self.key, value)
@@ -80,36 +95,23 @@ class Form:
             )
         return array.astype(dtype, copy=False)
 
-    def check(self, row: np.ndarray) -> None:
-        """Refuse an action that the action space does not have."""
-        if self.leaf is not None:
-            check_range(self.leaf, row)
-
-    def writer(self, array: np.ndarray, *, carried: bool, batched: bool) -> Write:
-        """Return the function that checks the value of step t and writes it.
-
-        Args:
-            array: The field in the slab, `[rows, N, *shape]`.
-            carried: Whether the value belongs to the next row.
-            batched: Whether values have the dimension N.
-        """
-        if self.leaf is not None and isinstance(self.leaf.space, spaces.Discrete) and not batched:
-            return self._index_writer(array[:, 0])
+    def writer(self, slab: Slab) -> Write:
+        """Return the function that checks the value of step t and writes it."""
+        array, carried = slab.arrays[self.key], slab.layout.places[self.key].field.carried
+        leaf = self.leaf
+        if leaf is not None and isinstance(leaf.space, spaces.Discrete) and not self.shape:
+            return self._index_writer(leaf, array[:, 0])
         shape, dtype, fit, check = self.shape, numpy_dtype(self.dtype), self.fit, self._row_check()
-        shift = int(carried)
+        shift = int(carried)  # a state that comes out belongs to the next row
         tensor = None if self.dtype is torch.bfloat16 else torch.Tensor  # numpy has no bfloat16
 
         def write(t: int, value: Any) -> None:
             # .numpy() is a view for a plain CPU tensor; whatever else comes takes the long way.
-            if value.__class__ is tensor:
-                try:
-                    row = value.numpy()
-                except (TypeError, RuntimeError):
-                    row = fit(value)
-                else:
-                    if row.shape != shape or row.dtype != dtype:
-                        row = fit(value)
-            else:
+            try:
+                row = value.numpy() if value.__class__ is tensor else None
+            except (TypeError, RuntimeError):
+                row = None
+            if row is None or row.shape != shape or row.dtype != dtype:
                 row = fit(value)
             if check is not None:
                 check(row)
@@ -117,11 +119,10 @@ class Form:
 
         return write
 
-    def _index_writer(self, column: np.ndarray) -> Write:
+    def _index_writer(self, leaf: Leaf, column: np.ndarray) -> Write:
         """Return the writer of one env's discrete action: a Python int is the shortest way."""
-        assert self.leaf is not None
-        low, high = _bounds(self.leaf.space)
-        fit, check, tensor, integer = self.fit, self.check, torch.Tensor, torch.int64
+        low, high = bounds(leaf.space)
+        fit, tensor, integer = self.fit, torch.Tensor, torch.int64
 
         def write(t: int, value: Any) -> None:
             if value.__class__ is tensor and value.dtype is integer and not value.ndim:
@@ -129,24 +130,27 @@ class Form:
             else:
                 index = fit(value).item()
             if not low <= index <= high:
-                check(np.asarray(index))
+                check_range(leaf, np.asarray(index))
             column[t] = index
 
         return write
 
-    def _row_check(self) -> Callable[[np.ndarray], object] | None:
-        """Return the fastest function that raises where `check` does."""
-        if self.leaf is None:
+    def _row_check(self) -> Callable[[np.ndarray], None] | None:
+        """Return the fastest function that raises where `check_range` does."""
+        leaf = self.leaf
+        if leaf is None:
             return None
-        small, check = math.prod(self.shape) <= _SMALL, self.check
-        if self.dtype.is_floating_point and small:
+        check, space = partial(check_range, leaf), leaf.space
+        if math.prod(self.shape) > _SMALL:
+            return check
+        if self.dtype.is_floating_point:
             # What has a finite sum is finite; `check` knows whether another sum just overflowed.
-            return lambda row: math.isfinite(sum(row.ravel().tolist())) or check(row)
-        space = self.leaf.space
-        if isinstance(space, spaces.Discrete) and small and space.n <= 4096:
-            there = frozenset(range(int(space.start), int(space.start + space.n)))
-            return lambda row: there.issuperset(row.tolist()) or check(row)
-        return None if _is_free(self.leaf) else check
+            return lambda row: None if math.isfinite(sum(row.ravel().tolist())) else check(row)
+        if isinstance(space, spaces.Discrete) and space.n <= 4096:
+            low, high = bounds(space)
+            there = frozenset(range(low, high + 1))
+            return lambda row: None if there.issuperset(row.tolist()) else check(row)
+        return check
 
     def _for_what(self) -> str:
         if self.leaf is None:
@@ -163,18 +167,6 @@ class Form:
         if self.shape == (*given, 1):
             return " Add a last dimension with unsqueeze(-1)."
         return ""
-
-
-def extra_field(key: Key, value: Any, batch: tuple[int, ...]) -> Field:
-    """Return the field in which an extra output is stored, from its first value."""
-    array = _numbers(key, value)
-    if array.shape[: len(batch)] != batch:
-        raise PolicyError(
-            f"the policy's output {key_name(key)} has shape {array.shape}; it must start with the "
-            f"batch shape {batch} of the policy's input, one entry for each env. Expand it."
-        )
-    dtype = value.dtype if isinstance(value, torch.Tensor) else torch_dtype(array.dtype, key)
-    return Field(key, array.shape[len(batch) :], dtype)
 
 
 def _numbers(key: Key, value: Any) -> np.ndarray:
@@ -208,30 +200,28 @@ def check_free(key: Key, taken: Iterable[Key]) -> None:
 def check_range(leaf: Leaf, array: np.ndarray) -> None:
     """Refuse numbers that a discrete action space does not have, and non-finite ones."""
     if array.dtype.kind == "f":
-        bad, wrong = ~np.isfinite(array), "is not finite"
-    elif _is_free(leaf):
-        return
+        bad, wrong = ~np.isfinite(array), "not finite"
+    elif isinstance(leaf.space, DISCRETE):
+        low, high = bounds(leaf.space)
+        bad, wrong = (array < low) | (array > high), "outside the action space {space}"
     else:
-        low, high = _bounds(leaf.space)
-        bad, wrong = (array < low) | (array > high), f"is outside the action space {leaf.space}"
+        return  # envs with a Box of whole numbers clip or accept as they see fit
     if bad.any():
+        wrong = wrong.format(space=leaf.space)  # here, as describing a space takes its time
         rows = array.reshape(-1, *leaf.shape)
         row = int(bad.reshape(len(rows), -1).any(1).argmax())
         raise PolicyError(
-            f"the policy's action {key_name(leaf.key)} {wrong}: {rows[row].tolist()} in row {row} "
-            f"of {len(rows)}. Look for what the policy computes there."
+            f"the policy's action {key_name(leaf.key)} is {wrong}: {rows[row].tolist()} in row "
+            f"{row} of {len(rows)}. Look for what the policy computes there."
         )
 
 
-def _is_free(leaf: Leaf) -> bool:
-    """Tell whether any whole number will do: envs with a Box clip or accept as they see fit."""
-    kinds = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-    return leaf.dtype.kind != "f" and not isinstance(leaf.space, kinds)
-
-
-def _bounds(space: gym.Space[Any]) -> tuple[Any, Any]:
+def bounds(space: gym.Space[Any]) -> tuple[Any, Any]:
+    """Return the least and the greatest number that a space has; those of a Box as float64."""
     if isinstance(space, spaces.Discrete):
         return int(space.start), int(space.start + space.n - 1)
     if isinstance(space, spaces.MultiDiscrete):
         return space.start, space.start + space.nvec - 1
+    if isinstance(space, spaces.Box):
+        return space.low.astype(np.float64), space.high.astype(np.float64)
     return 0, 1

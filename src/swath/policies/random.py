@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from swath.memory import Field, Slab
-from swath.policies.base import Act, Interface, State
+from swath.memory import Slab
+from swath.policies.base import Act, Interface, Policy
+from swath.policies.outputs import DISCRETE, bounds
 from swath.seeding import action_generator
 from swath.tree import Leaf
 
 __all__ = ["ActionSampler", "RandomPolicy", "UniformPolicy", "log_density"]
-
-_KNOWN = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
 
 
 class RandomPolicy:
@@ -70,14 +69,12 @@ class ActionSampler:
             generator.bit_generator.state = inner
 
 
-class UniformPolicy:
+class UniformPolicy(Policy):
     """The adapter for `RandomPolicy`: fills the actions of a rollout before its first step."""
 
     def __init__(self, interface: Interface, sampler: ActionSampler) -> None:
-        self.interface, self.sampler = interface, sampler
-        self.extras: list[Field] = []
-        self.states: list[State] = []
-        self.needs_is_init = False
+        super().__init__(interface)
+        self.sampler = sampler
 
     @contextlib.contextmanager
     def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
@@ -87,59 +84,41 @@ class UniformPolicy:
         yield lambda t: None
 
 
-def _kind(leaf: Leaf) -> type | None:
-    """Return the known class whose way to sample a space has, or None if it has its own."""
-    for kind in _KNOWN:
-        if isinstance(leaf.space, kind) and type(leaf.space).sample is kind.sample:
-            return kind
-    return None
+def _is_known(leaf: Leaf) -> bool:
+    """Tell whether a space has the way to sample of a class that we know, and not its own."""
+    kinds = (*DISCRETE, spaces.Box)
+    return any(isinstance(leaf.space, k) and type(leaf.space).sample is k.sample for k in kinds)
 
 
 def _uniforms(leaf: Leaf) -> int:
     """Return how many uniform numbers make one action."""
-    if _kind(leaf) is None:
+    if not _is_known(leaf):
         return 1
-    return math.prod(leaf.shape) * _parts(leaf)
-
-
-def _parts(leaf: Leaf) -> int:
-    """Return how many uniform numbers make each number of an action."""
-    return 2 if isinstance(leaf.space, spaces.Box) and not leaf.space.is_bounded() else 1
+    bounded = not isinstance(leaf.space, spaces.Box) or leaf.space.is_bounded()
+    return math.prod(leaf.shape) * (1 if bounded else 2)
 
 
 def _actions(leaf: Leaf, units: np.ndarray) -> np.ndarray:
-    """Return actions `[steps, N, *shape]` from numbers `[steps, N, uniforms]` in [0, 1)."""
-    space: Any = leaf.space
-    kind = _kind(leaf)
-    if kind is None:
+    """Return actions `[steps, N, *shape]` from numbers `[steps, N, uniforms]` in [0, 1).
+
+    Uniform where bounded, exponential where bounded on one side, normal where not at all.
+    """
+    if not _is_known(leaf):
         return _own_samples(leaf, units[..., 0])
-    lead = units.shape[:2]
-    if kind is spaces.Box:
-        parts = units.reshape(*lead, _parts(leaf), *leaf.shape)
-        return _box_actions(space, parts).astype(leaf.dtype)
-    start, count = (0, 2) if kind is spaces.MultiBinary else (space.start, _count(space))
-    return (start + np.floor(units.reshape(*lead, *leaf.shape) * count)).astype(leaf.dtype)
-
-
-def _count(space: Any) -> Any:
-    return space.n if isinstance(space, spaces.Discrete) else space.nvec
-
-
-def _box_actions(space: spaces.Box, units: np.ndarray) -> np.ndarray:
-    """Uniform where bounded, exponential where bounded on one side, normal where not at all."""
-    below, above = space.bounded_below, space.bounded_above
-    whole = space.low.dtype.kind != "f"  # every whole number has bounds, if only those of its dtype
-    low = np.where(below | whole, space.low.astype(np.float64), 0)
-    high = np.where(above | whole, space.high.astype(np.float64), 0)
-    unit = units[:, :, 0]
-    if whole:
-        return np.floor(low + unit * (high - low + 1)).clip(low, high)
-    within = low * (1 - unit) + high * unit  # no overflow, unlike low + unit * (high - low)
-    if space.is_bounded():
-        return within
-    tail = -np.log1p(-unit)
-    normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * units[:, :, 1])
-    return np.select([below & above, below, above], [within, low + tail, high - tail], normal)
+    size, shape = math.prod(leaf.shape), (*units.shape[:2], *leaf.shape)
+    unit = units[..., :size].reshape(shape)
+    low, high = bounds(leaf.space)
+    if leaf.dtype.kind != "f":
+        return (low + np.floor(unit * (high - low + 1))).clip(low, high).astype(leaf.dtype)
+    below, above = np.isfinite(low), np.isfinite(high)
+    low, high = np.where(below, low, 0), np.where(above, high, 0)
+    actions = low * (1 - unit) + high * unit  # no overflow, unlike low + unit * (high - low)
+    if units.shape[-1] > size:
+        tail = -np.log1p(-unit)
+        normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * units[..., size:].reshape(shape))
+        choices = [actions, low + tail, high - tail]
+        actions = np.select([below & above, below, above], choices, normal)
+    return actions.astype(leaf.dtype)
 
 
 def _own_samples(leaf: Leaf, units: np.ndarray) -> np.ndarray:
@@ -154,16 +133,11 @@ def _own_samples(leaf: Leaf, units: np.ndarray) -> np.ndarray:
 
 def log_density(leaf: Leaf, actions: np.ndarray) -> np.ndarray:
     """Return the log-density of each number of random actions `[..., *shape]`, NaN if unknown."""
-    space: Any = leaf.space
-    kind = _kind(leaf)
-    if kind is None:
+    if not _is_known(leaf):
         return np.full(actions.shape, np.nan)
-    if kind is not spaces.Box:
-        count = 2 if kind is spaces.MultiBinary else _count(space)
-        return np.broadcast_to(-np.log(count), actions.shape)
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    low, high = bounds(leaf.space)
+    below, above = np.isfinite(low), np.isfinite(high)
     whole = leaf.dtype.kind != "f"
-    below, above = space.bounded_below | whole, space.bounded_above | whole
     half = high / 2 - low / 2 + whole / 2  # of the width, which itself may overflow
     flat = -np.log(np.where(half > 0, half, 0.5)) - math.log(2)  # a single point is certain
     with np.errstate(over="ignore"):  # in choices that are not taken

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from swath.errors import UsageError
-from swath.memory import Slab
-from swath.policies.base import Act, Interface, State, TorchPolicy
-from swath.policies.probing import Trial, attempt, same_values
-from swath.policies.unwrapping import Call, Program, Step, as_key, unwrap
+from swath.policies.base import Interface, Path, State, TorchPolicy
+from swath.policies.calls import Call, as_key, as_keys, joined, unwrap
+from swath.policies.probing import Trial
 from swath.tree import Key, key_name, nest
 
 __all__ = ["TensorDictPolicy", "is_tensordict_policy"]
@@ -35,107 +34,74 @@ def is_tensordict_policy(policy: Any) -> bool:
 class TensorDictPolicy(TorchPolicy):
     """The adapter for modules that read and write TensorDicts."""
 
-    def __init__(self, interface: Interface, module: Any) -> None:
-        super().__init__(interface, module)
-        self.module = module
-        self._program: Program | None = None
+    def __init__(self, interface: Interface, policy: Any) -> None:
+        super().__init__(interface, policy)
+        self.arguments = self._tensordict
+        self._apart: list[Call] | None = None
         observed = [leaf.key for leaf in interface.observations]
-        in_keys = [as_key(key) for key in getattr(module, "in_keys", ())]
-        self._out_keys = [as_key(key) for key in getattr(module, "out_keys", [("action",)])]
+        in_keys = as_keys(getattr(policy, "in_keys", ()))
+        self._out_keys = as_keys(getattr(policy, "out_keys", ["action"]))
         carried = [key for key in in_keys if ("next", *key) in self._out_keys]
-        self.states = _states(module, carried, observed)
+        self.states = _states(policy, carried, observed)
         self.needs_is_init = _IS_INIT in in_keys and _IS_INIT not in observed
         self.inputs = [*observed, *carried, *[_IS_INIT] * self.needs_is_init]
         # Parts of a nested key may be written by the policy itself, before it is read as a whole.
         there = [*self.inputs, *(key for key in self._out_keys if len(key) > 1)]
         missing = [key for key in in_keys if not any(t[: len(key)] == key for t in there)]
-        if missing and not getattr(module, "partial_tolerant", False):
+        if missing and not getattr(policy, "partial_tolerant", False):
             raise UsageError(
                 f"the policy reads {', '.join(map(key_name, missing))}, which nothing provides. "
                 f"The env gives {', '.join(map(key_name, observed))}. Change the in_keys of the "
                 "policy; a recurrent state needs ('next', key) among its out_keys."
             )
 
-    def learn(self, rows: Mapping[Key, torch.Tensor]) -> None:
-        """See `TorchPolicy`: calls the module both ways, and keeps the fast one if it may."""
-        inputs = [rows[key] for key in self.inputs]
-        plain = attempt(self.module, self._call_plain, inputs)
-        self.settle(plain.values)
-        self.copies_inputs = plain.keeps_inputs
-        states = {state.key for state in self.states}
-        keys = [form.key for form in self.forms]
-        self._sources = [("next", *key) if key in states else key for key in keys]
-        steps = unwrap(self.module)
-        self._use(None if steps is None else self._equivalent(steps, plain, inputs))
-
-    def _equivalent(
-        self, steps: list[Step], plain: Trial, inputs: Sequence[torch.Tensor]
-    ) -> Program | None:
-        """Return the steps put together, if they do bit for bit what the module did."""
-        keys = [form.key for form in self.forms]
-
-        def call(rows: Sequence[torch.Tensor]) -> dict[Key, Any]:
-            values = program.run(rows)
-            if not all(isinstance(value, torch.Tensor) for value in values):
-                raise TypeError("a TensorDict would convert or nest what is no tensor")
-            return dict(zip(keys, program.pick(values), strict=True))
-
-        try:
-            program = Program(steps, self.inputs, self._sources)
-            fast = attempt(self.module, call, inputs)
-        except Exception:  # the plain call worked, so it is the taking apart that failed
-            return None
-        return program if same_values(plain, fast) else None
-
     @property
     def unwrapped(self) -> bool:
         """Whether the inner modules are called directly."""
-        return self._program is not None
+        return self._apart is not None
 
-    def _use(self, program: Program | None) -> None:
-        """Choose how the module is called from now on."""
-        self._program, self.direct = program, None
-        if program is None:
-            self._called = self.compiled(self.module)
-            self.forward = self._forward_plain
-            return
-        self.forward = self.compiled(program.forward)
-        only = program.steps[0] if len(program.steps) == len(self._sources) == 1 else None
-        if isinstance(only, Call) and len(only.reads) == len(only.writes) == 1:
-            self.direct = only.reads[0], self.compiled(only.inner)
-
-    @contextlib.contextmanager
-    def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
-        """See `Policy`; hooks and other changes since the last rollout are respected."""
-        if self._program is not None and unwrap(self.module) != self._program.steps:
-            self._use(None)
-        elif self._program is not None and self.takes_shortcuts:
-            self.forward = self._program.shortened().forward
-        with super().bound(slab, steps) as act:
-            yield act
-
-    def _source(self, rows: Sequence[torch.Tensor]) -> TensorDict:
+    def _tensordict(self, rows: Sequence[torch.Tensor]) -> tuple[TensorDict]:
         flat = dict(zip(self.inputs, rows, strict=True))
-        return TensorDict(nest(flat), self.interface.batch_shape)
+        return (TensorDict(nest(flat), self.interface.batch_shape),)
 
-    def _forward_plain(self, *rows: torch.Tensor) -> Sequence[Any]:
-        out = self._called(self._source(rows))
-        return [out.get(key) for key in self._sources]
-
-    def _call_plain(self, rows: Sequence[torch.Tensor]) -> dict[Key, Any]:
-        """Return what the module wrote, as flat values; private keys stay private."""
-        out = self.module(self._source(rows))
+    def read(self, answer: Any) -> dict[Key, Path]:
         states = {state.key for state in self.states}
-        values: dict[Key, Any] = {}
-        for key in self._out_keys:
+        paths: dict[Key, Path] = {}
+        for key in as_keys(answer.select(*self._out_keys, strict=False).keys(True, True)):
             name = key[1:] if key[0] == "next" and key[1:] in states else key
-            value = out.get(key, None)
-            if is_tensor_collection(value):
-                for inner, leaf in value.items(True, True):
-                    values[(*name, *as_key(inner))] = leaf
-            elif isinstance(value, torch.Tensor) and (name in states or name[-1][0] != "_"):
-                values[name] = value
-        return values
+            if name in states or name[-1][0] != "_":  # private keys stay private
+                paths[name] = (key,)
+        return paths
+
+    def choose(self, trial: Trial, rows: Mapping[Key, torch.Tensor]) -> list[Call]:
+        """Take the module apart if its parts then do the same."""
+        self.outputs = [source for (source,) in self.paths.values()]
+        apart = unwrap(self.policy)
+        if apart is None or not self.repeats(trial, [_checked(call) for call in apart], rows):
+            return [self.as_it_is()]
+        self._apart = apart
+        if self.compile_with is None:
+            return apart
+        whole = joined(apart, self.inputs, self.outputs)
+        return [replace(whole, inner=self.compiled(whole.inner))]
+
+    def refresh(self) -> None:
+        if self._apart is not None and unwrap(self.policy) != self._apart:
+            self._apart, self.takes_batch_of_one = None, False
+            self.calls = [self.as_it_is()]
+
+
+def _checked(call: Call) -> Call:
+    """Return a call that fails where a TensorDict would convert or nest what it returns."""
+
+    def inner(*values: Any) -> Any:
+        out = call.inner(*values)
+        parts = out if isinstance(out, tuple) else (out,)
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            raise TypeError(f"{call.writes} are not all tensors")
+        return out
+
+    return replace(call, inner=inner)
 
 
 def _states(module: Any, keys: Sequence[Key], observed: Sequence[Key]) -> list[State]:

@@ -26,6 +26,10 @@ __all__ = ["BoundEnvs", "CallFailed", "EnvGroup"]
 class BoundEnvs(Protocol):
     """A group that writes into one slab."""
 
+    eager: bool
+    """`step` has written the next observations too, and started the next episodes of envs that
+    ended: their first observation is in row t + 1 already."""
+
     def reset(self, t: int, which: Sequence[int] | None) -> None:
         """Start new episodes and write their first observation into row t."""
         ...
@@ -70,12 +74,13 @@ class EnvGroup(Protocol):
         """The longest episode of each env, where the caller can see to it; see `bind`."""
         ...
 
-    def bind(self, slab: Slab, *, bare: bool = False) -> BoundEnvs:
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> BoundEnvs:
         """Return the group ready to write into this slab.
 
         Args:
             slab: Where to write.
             bare: Leave the `time_limits` to the caller, who counts steps anyway.
+            eager: Every env that ends is reset at once, so `step` may do that; see `BoundEnvs`.
         """
         ...
 

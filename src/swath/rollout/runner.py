@@ -33,7 +33,7 @@ from swath.rollout.warmup import RandomFrames
 from swath.seeding import RandomState, env_seed
 from swath.tree import Leaf
 
-__all__ = ["Filled", "Plan", "Runner", "lend"]
+__all__ = ["Filled", "Plan", "Runner", "lend", "slab_for"]
 
 Settle = Callable[[int, Sequence[int]], bool]
 
@@ -130,14 +130,14 @@ class Runner:
         self._needs_reset = True
         self._first_reset()
         self.layout = Layout(self._fields(), plan.steps, n, plan.memory_order)
-        self.pool = SlabPool(lambda: self._new_slab(self.layout))
+        self.pool = SlabPool(lambda: slab_for(group, self.layout))
 
     # -- construction ---------------------------------------------------------------------------
 
     def _first_reset(self) -> None:
         """Reset the envs into a slab of one step, and show the policy what it will see."""
         slab_layout = Layout(self._env_fields(), 1, self.group.num_envs)
-        slab = self._new_slab(slab_layout)
+        slab = slab_for(self.group, slab_layout)
         columns.clear(slab)
         carried = [p.field.key for p in slab_layout.places.values() if p.field.carried]
         with self._surroundings():
@@ -146,10 +146,6 @@ class Runner:
             index = 0 if self.interface.batched else (0, 0)
             rows = {key: slab.tensors[key][index].clone() for key in carried}
             probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
-
-    def _new_slab(self, layout: Layout) -> Slab:
-        memory = SharedMemory if self.group.needs_shared_memory else HeapMemory
-        return Slab(layout, memory(layout.nbytes))
 
     def _env_fields(self) -> list[Field]:
         """Return the fields that do not depend on what the policy writes."""
@@ -232,7 +228,8 @@ class Runner:
         try:
             with self._surroundings():
                 self._begin(slab)
-                self._envs = self.group.bind(slab, bare=True)
+                renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
+                self._envs = self.group.bind(slab, bare=True, eager=renews)
                 settle = _stopping(self._settler(slab), stop)
                 with self.policy.bound(slab, steps) as act:
                     act = self.random_frames.wrap(act, self, slab, steps)
@@ -301,7 +298,7 @@ class Runner:
 
     def _settler(self, slab: Slab) -> Settle:
         """Return the function that closes row t of this slab."""
-        pairs = columns.next_pairs(slab, self.interface, self.policy, self.plan.compact_obs)
+        pairs = self._pairs(slab)
 
         def settle(t: int, ended: Sequence[int]) -> bool:
             for following, current in pairs:
@@ -313,8 +310,14 @@ class Runner:
 
         return settle
 
+    def _pairs(self, slab: Slab) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return what is copied after each step, if the envs have not done so themselves."""
+        without_next = self.plan.compact_obs or self._envs.eager
+        return columns.next_pairs(slab, self.interface, self.policy, without_next)
+
     def _end(self, slab: Slab, t: int, ended: Sequence[int]) -> bool:
         """Close the episodes that ended at step t and start the next ones; True stops."""
+        renewed = set(ended) if self._envs.eager else ()
         if t >= self._next_limit:
             ended = self._truncate(slab, t, ended)
         if not len(ended):  # the limit was one of an episode that has ended before
@@ -326,12 +329,13 @@ class Runner:
             done[t, i] = True
             self._ends.append((t, i))
         self._filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
-        if self.plan.compact_obs:
-            columns.keep_final(slab, self.interface, t, np.asarray(ended))
+        left = [i for i in ended if i not in renewed] if renewed else ended
+        if self.plan.compact_obs and len(left):
+            columns.keep_final(slab, self.interface, t, np.asarray(left))
         if not self.plan.reset_when_done:
             self._freeze(slab, t, ended)
         elif not self.plan.stop_at_first_end:
-            self._reset_some(slab, t + 1, ended)
+            self._reset_some(slab, t + 1, left, ended)
         if self._limits is not None:
             for i in ended:  # _next_limit may now be too early, never too late
                 self._last_steps[i] = t + self._limits[i]
@@ -342,11 +346,14 @@ class Runner:
         self.frozen[which] = True
         columns.hold(slab, np.asarray(which), t + 1)
 
-    def _reset_some(self, slab: Slab, t: int, which: Sequence[int]) -> None:
-        """Start new episodes of these envs in row t."""
-        started = perf_counter()
-        self._envs.reset(t, which)
-        self.shares.resets += perf_counter() - started
+    def _reset_some(
+        self, slab: Slab, t: int, left: Sequence[int], which: Sequence[int]
+    ) -> None:
+        """Start new episodes of these envs in row t, of which only some are left to be reset."""
+        if len(left):
+            started = perf_counter()
+            self._envs.reset(t, left)
+            self.shares.resets += perf_counter() - started
         for state in self.policy.states:
             slab.tensors[state.key][t, which] = state.initial
         if self.policy.needs_is_init:
@@ -405,8 +412,7 @@ class Runner:
         rows, mask = self._filled, None
         if len(completed):
             which = np.asarray(completed)
-            pairs = columns.next_pairs(slab, self.interface, self.policy, self.plan.compact_obs)
-            for following, current in pairs:
+            for following, current in self._pairs(slab):
                 following[rows, which] = current[rows + 1, which]
             columns.mark_done(slab, rows, which)
             rows += 1
@@ -475,6 +481,12 @@ class Runner:
             self._needs_reset = True
         else:
             self.group.restore(state["envs"])
+
+
+def slab_for(group: EnvGroup, layout: Layout) -> Slab:
+    """Return a slab that these envs can write into."""
+    memory = SharedMemory if group.needs_shared_memory else HeapMemory
+    return Slab(layout, memory(layout.nbytes))
 
 
 def lend(

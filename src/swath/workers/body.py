@@ -115,6 +115,8 @@ class Worker:
         slab = Slab(message.layout, memory)
         if (message.start, message.stop) != (0, message.layout.envs):
             slab = slab.part(message.start, message.stop)
+        if not self._group.needs_shared_memory:  # else its envs' own processes map it too
+            memory.close_descriptor()
         self._slabs[message.slab] = slab
 
     def _detach(self, message: Detach) -> None:
@@ -122,6 +124,7 @@ class Worker:
 
     def _use_block(self, message: Weights, memory: SharedMemory) -> None:
         self._block = WeightBlock(message.spec, message.readers, memory)
+        memory.close_descriptor()
 
     def _set_seed(self, message: SetSeed) -> None:
         self._runner.set_seed(message.seed)

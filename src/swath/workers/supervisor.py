@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass, field
 
 from swath.errors import WorkerError
+from swath.links.launch import ending
 from swath.links.parcels import unpack_error
 from swath.workers.messages import Died, Failed
 
@@ -34,24 +34,10 @@ class Supervisor:
         if isinstance(event, Failed):
             error = unpack_error(event.error)
         else:
-            error = WorkerError(
-                f"worker {worker} (process {event.pid}) {ending(event)}", worker=worker
-            )
+            how = ending(event.code)
+            if event.late is not None:
+                how = f"gave no answer for {event.late:g} s (worker_timeout) and was killed."
+            error = WorkerError(f"worker {worker} (process {event.pid}) {how}", worker=worker)
         if self.restart:
             error.add_note(f"{self.restarts} restarts, as many as max_restarts allows, were made.")
         return error
-
-
-def ending(event: Died) -> str:
-    """Return how a process ended, in words."""
-    if event.late is not None:
-        return f"gave no answer for {event.late:g} s (worker_timeout) and was killed."
-    if event.code >= 0:
-        return f"ended by itself with exit code {event.code}; look for os._exit or sys.exit."
-    name = signal.Signals(-event.code).name
-    hints = {
-        "SIGKILL": "often because the machine ran out of memory",
-        "SIGSEGV": "a crash in native code of an env or a library",
-    }
-    hint = f" ({hints[name]})" if name in hints else ""
-    return f"was killed by {name}{hint}."
