@@ -3,12 +3,14 @@
 from swath.envs.base import Env
 from swath.envs.make import as_group, is_env
 from swath.envs.native import BatchedTorchEnv, TorchCartPole, TorchEnv, TorchPendulum
+from swath.envs.parallel import ParallelEnv
 from swath.envs.serial import GymEnv, SerialEnv
 
 __all__ = [
     "BatchedTorchEnv",
     "Env",
     "GymEnv",
+    "ParallelEnv",
     "SerialEnv",
     "TorchCartPole",
     "TorchEnv",

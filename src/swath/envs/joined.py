@@ -15,13 +15,13 @@ from swath.memory import Slab
 from swath.rollout import BoundEnvs, CallFailed, EnvGroup
 from swath.tree import action_leaves, observation_leaves
 
-__all__ = ["JoinedGroup", "join"]
+__all__ = ["JoinedGroup", "check_equal", "join"]
 
 
 def join(groups: Sequence[EnvGroup]) -> EnvGroup:
     """Return one batched group of all envs, which must be able to share a slab."""
     for number, group in enumerate(groups):
-        _check_equal(groups[0], group, number)
+        check_equal(groups[0], group, number)
     envs = [e for g in groups for e in getattr(g, "envs", [getattr(g, "env", g)])]
     if len({id(e.unwrapped if isinstance(e, gym.Env) else e) for e in envs}) < len(envs):
         raise UsageError(
@@ -32,7 +32,8 @@ def join(groups: Sequence[EnvGroup]) -> EnvGroup:
     return GymGroup.joined(gyms) if len(gyms) == len(groups) else JoinedGroup(groups)
 
 
-def _check_equal(first: EnvGroup, other: EnvGroup, number: int) -> None:
+def check_equal(first: Any, other: Any, number: int) -> None:
+    """Refuse groups that cannot share a slab."""
     for name, leaves in (
         ("observation_space", observation_leaves),
         ("action_space", action_leaves),

@@ -1,8 +1,9 @@
 """What connects a worker with the process that uses it; knows nothing of environments."""
 
+from swath.links.bell import Bell
 from swath.links.channel import Channel
 from swath.links.launch import Launched, launch
 from swath.links.parcels import pack, unpack
 from swath.links.process import ProcessLink, ProcessPort
 
-__all__ = ["Channel", "Launched", "ProcessLink", "ProcessPort", "launch", "pack", "unpack"]
+__all__ = ["Bell", "Channel", "Launched", "ProcessLink", "ProcessPort", "launch", "pack", "unpack"]

@@ -15,6 +15,7 @@ kill after the time limit, channel and sentinel closed; memory goes when the las
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +104,10 @@ class ProcessPort:
     def send(self, message: Any) -> None:
         """Send a message."""
         self._channel.send(message)
+
+    def waits(self) -> bool:
+        """Tell whether a message waits."""
+        return bool(select.select([self._channel], [], [], 0)[0])
 
     def interrupted(self) -> bool:
         """Tell whether the rollout is to end."""

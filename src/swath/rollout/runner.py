@@ -346,9 +346,7 @@ class Runner:
         self.frozen[which] = True
         columns.hold(slab, np.asarray(which), t + 1)
 
-    def _reset_some(
-        self, slab: Slab, t: int, left: Sequence[int], which: Sequence[int]
-    ) -> None:
+    def _reset_some(self, slab: Slab, t: int, left: Sequence[int], which: Sequence[int]) -> None:
         """Start new episodes of these envs in row t, of which only some are left to be reset."""
         if len(left):
             started = perf_counter()

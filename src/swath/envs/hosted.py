@@ -1,0 +1,233 @@
+"""What a process of a `ParallelEnv` does: host a group of envs and step it when the bell rings.
+
+The words of the shared board say what to do: the step and the slab, or that a message waits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from swath.envs.make import as_group
+from swath.links import Bell, Channel, ProcessPort, unpack
+from swath.links.parcels import pack_error
+from swath.memory import Field, Layout, SharedMemory, Slab
+from swath.rollout import BoundEnvs, CallFailed, EnvGroup
+from swath.rollout.keys import following
+from swath.tree import observation_leaves
+
+__all__ = ["ASK", "BARE", "EAGER", "Attach", "Call", "Detach", "Hosted", "Trouble", "main"]
+
+ASK = -1
+"""In the place of a step: messages wait in the channel."""
+BARE, EAGER = 1, 2
+"""Parts of a mode; see `EnvGroup.bind`."""
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What the parent needs to know of the envs."""
+
+    num_envs: int
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    info_fields: list[Field]
+    time_limits: Sequence[int | None] | None
+    skips_rows: bool
+    resets_singly: bool
+    freezes: bool
+
+
+@dataclass(frozen=True)
+class Attach:
+    """A slab to write into; comes with its memory."""
+
+    slab: int
+    layout: Layout
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Detach:
+    """A slab that is used no more."""
+
+    slab: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a method of the group, or of the group bound to a slab; answered by what it returns."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    slab: int | None = None
+    mode: int = 0
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A call failed."""
+
+    error: bytes
+    index: int | None = None
+    call: str = ""
+    message: str | None = None
+    completed: Sequence[int] = ()
+
+
+def main(channel: Channel, payload: bytes) -> None:
+    """Run a process of a `ParallelEnv`."""
+    port = ProcessPort(channel)
+    makers, info_keys, quiet, number, start = unpack(payload)
+    if quiet:
+        warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        group = as_group(makers, None, info_keys)
+    except Exception as error:
+        port.send((0, _trouble(error)))
+        return
+    try:
+        _Host(port, group, number, start).run()
+    finally:
+        group.close()
+
+
+class _Host:
+    """A group of envs, the slabs that it writes into and the board that says when."""
+
+    def __init__(self, port: ProcessPort, group: EnvGroup, number: int, start: int) -> None:
+        self._port, self._group = port, group
+        hosted = Hosted(
+            group.num_envs,
+            group.observation_space,
+            group.action_space,
+            group.info_fields,
+            group.time_limits,
+            group.skips_rows,
+            group.resets_singly,
+            group.freezes,
+        )
+        port.send((0, hosted))
+        _, (board, ended) = port.receive()
+        each = len(port.descriptors) // 2
+        self._bell = Bell(tuple(port.descriptors[:each]))
+        self._done = Bell(tuple(port.descriptors[each:]))
+        words = board.array.view(np.int64)
+        self._order, self._own = words[:4], words[4 + 3 * number : 7 + 3 * number]
+        self._ended = ended.array[start : start + group.num_envs]
+        self._slabs: dict[int, Slab] = {}
+        self._bound: dict[tuple[int, int], BoundEnvs] = {}
+        self._steps: dict[tuple[int, int], Callable[[int], Sequence[int]]] = {}
+
+    def run(self) -> None:
+        """Do what the board says each time that the bell rings, until it is gone."""
+        stepped = 0
+        while self._bell.take():
+            turn, t, slab, mode = self._order.tolist()
+            if t == ASK:
+                if not self._answer_all():
+                    return
+            elif turn != stepped:  # a ring may be left over from a turn that was given up
+                stepped = turn
+                self._step(t, slab, mode)
+                self._own[0] = turn
+                self._done.ring()
+
+    def _step(self, t: int, slab: int, mode: int) -> None:
+        try:
+            ended = self._steps[slab, mode](t)
+        except BaseException as error:
+            self._own[1:] = 0, 1
+            self._port.send((self._order[0], _trouble(error, "step()")))
+            return
+        self._own[1:] = len(ended), 0
+        if len(ended):
+            self._ended.fill(0)
+            self._ended[ended] = 1
+
+    def _answer_all(self) -> bool:
+        """Answer the messages that wait; False if one says that this is the end."""
+        while self._port.waits():
+            (turn, message), memories = self._port.receive()
+            if message is None:
+                return False
+            try:
+                answer = self._answered(message, memories)
+            except BaseException as error:
+                answer = _trouble(error)
+            self._port.send((turn, answer))
+        return True
+
+    def _answered(self, message: Any, memories: list[SharedMemory]) -> Any:
+        if isinstance(message, Attach):
+            self._slabs[message.slab] = Slab(message.layout, memories[0]).part(*message.span)
+            if not self._group.needs_shared_memory:
+                memories[0].close_descriptor()
+        elif isinstance(message, Detach):
+            del self._slabs[message.slab]
+            for kept in (self._bound, self._steps):
+                for key in [key for key in kept if key[0] == message.slab]:
+                    del kept[key]
+        elif message.slab is None:
+            return getattr(self._group, message.name)(*message.args)
+        else:
+            bound = self._binding(message.slab, message.mode)
+            if message.name == "bind":
+                return None
+            return getattr(bound, message.name)(*message.args)
+        return None
+
+    def _binding(self, number: int, mode: int) -> BoundEnvs:
+        """Return the envs bound to a slab, and have their step ready."""
+        if (number, mode) not in self._bound:
+            slab = self._slabs[number]
+            bound = self._group.bind(slab, bare=bool(mode & BARE))
+            self._bound[number, mode] = bound
+            self._steps[number, mode] = self._eager(slab, bound) if mode & EAGER else bound.step
+        return self._bound[number, mode]
+
+    def _eager(self, slab: Slab, bound: BoundEnvs) -> Callable[[int], Sequence[int]]:
+        """Return the step that also writes next observations and starts new episodes."""
+        whole: list[tuple[np.ndarray, np.ndarray]] = []
+        at_ends: list[tuple[np.ndarray, np.ndarray]] = []
+        for leaf in observation_leaves(self._group.observation_space):
+            key = following(leaf.key)
+            pair = slab.arrays[key], slab.arrays[leaf.key]
+            (whole if slab.layout.places[key].field.delivered else at_ends).append(pair)
+
+        def step(t: int) -> Sequence[int]:
+            try:
+                ended = bound.step(t)
+            except CallFailed as failure:
+                which = list(failure.completed)
+                for after, current in (*whole, *at_ends):
+                    after[t, which] = current[t + 1, which]
+                raise
+            for after, current in whole:
+                after[t] = current[t + 1]
+            if len(ended):
+                which = list(ended)
+                for after, current in at_ends:
+                    after[t, which] = current[t + 1, which]
+                try:
+                    bound.reset(t + 1, ended)
+                except CallFailed as failure:
+                    failure.completed = list(range(self._group.num_envs))
+                    raise
+            return ended
+
+        return step
+
+
+def _trouble(error: BaseException, call: str = "") -> Trouble:
+    if isinstance(error, CallFailed):
+        parcel = pack_error(error.__cause__ or error)
+        return Trouble(parcel, error.index, error.call, error.message, error.completed)
+    return Trouble(pack_error(error), call=call)
