@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 import swath
-from swath.collectors import Collector, DataCollectorBase, Options, SyncDataCollector
+from swath.collectors import (
+    Collector,
+    DataCollectorBase,
+    MultiSyncCollector,
+    Options,
+    SyncDataCollector,
+)
 from swath.collectors.base import BaseCollector
 
 ROOT = Path(__file__).parent.parent
@@ -40,9 +46,13 @@ def test_the_package_says_that_it_is_typed_and_what_version_it_is():
 
 
 def test_help_shows_all_options_with_their_defaults():
-    parameters = inspect.signature(Collector).parameters
+    parameters = inspect.signature(MultiSyncCollector).parameters
     assert list(parameters)[:3] == ["create_env_fn", "policy", "frames_per_batch"]
     assert set(Options.__dataclass_fields__) <= set(parameters)
+    alone = inspect.signature(Collector).parameters
+    assert set(parameters) - set(alone) == {
+        name for name, field in Options.__dataclass_fields__.items() if field.metadata
+    }
 
 
 def test_nothing_optional_is_imported_before_it_is_used():

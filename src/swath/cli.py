@@ -19,6 +19,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +33,7 @@ import swath
 from swath.errors import SwathError, UsageError, nearest
 
 if TYPE_CHECKING:
-    from swath.collectors import Collector
+    from swath.collectors import BaseCollector
     from swath.data import DatasetWriter
     from swath.envs import Env
 
@@ -56,6 +57,13 @@ class Format(str, enum.Enum):
 
     tensordict = "tensordict"
     minari = "minari"
+
+
+class Mode(str, enum.Enum):
+    """How workers deliver: all together, or each when it is done."""
+
+    sync = "sync"
+    asynchronous = "async"
 
 
 def _option(metavar: str, text: str, least: int | None = None) -> Any:
@@ -97,6 +105,8 @@ def collect(  # noqa: PLR0913 - one parameter per option
     max_frames_per_traj: Annotated[int | None, _option("N", "Cut trajectories at N.", 1)] = None,
     out: Annotated[Path | None, _option("DIR", "Keep the data here; must be new or empty.")] = None,
     format: Annotated[Format, typer.Option(help="How to store it.")] = Format.tensordict,
+    workers: Annotated[int, _option("N", "Worker processes; 0: in this one.", 0)] = 0,
+    mode: Annotated[Mode, typer.Option(help="How workers deliver.")] = Mode.sync,
 ) -> int:
     """Collect frames of an env, and say how it went.
 
@@ -109,8 +119,11 @@ def collect(  # noqa: PLR0913 - one parameter per option
     """
     if format is Format.minari and out is None:
         raise UsageError("--format minari says how to store data; add --out DIR.")
+    if mode is Mode.asynchronous and not workers:
+        raise UsageError("--mode async says how workers deliver; add --workers N.")
+    if workers > envs:
+        raise UsageError(f"--workers {workers} is more than the {envs} envs; each needs one.")
     sys.path.insert(0, os.getcwd())  # policies and 'module:Id-v0' envs live where the user is
-    from swath.collectors import Collector
     from swath.data import DatasetWriter, MinariWriter
     from swath.envs import SerialEnv
 
@@ -123,22 +136,43 @@ def collect(  # noqa: PLR0913 - one parameter per option
             else:
                 writer = DatasetWriter(out, env_id=env, seed=seed, policy=name)
             stack.callback(writer.discard)  # nothing, once it is closed
-        collector = Collector(
-            made,
-            _make_policy(policy, made, seed),
-            frames_per_batch=envs * max(1, _BATCH // envs),
-            total_frames=frames,
-            max_frames_per_traj=max_frames_per_traj,
-            seed=seed,
-        )
+        options = {
+            "total_frames": frames,
+            "max_frames_per_traj": max_frames_per_traj,
+            "seed": seed,
+        }
+        chosen = _make_policy(policy, made, seed)
+        collector = _make_collector(env, made, chosen, workers, mode, options)
         stack.callback(collector.shutdown)
         run = _Run(collector, writer)
         stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, run.interrupt))
         run.go(frames)
-        run.report(f"{env}, {name} policy", f"of {frames:,}, from {envs} envs")
+        where = f" in {workers} workers" if workers else ""
+        run.report(f"{env}, {name} policy", f"of {frames:,}, from {envs} envs{where}")
     if run.failure is not None:
         raise run.failure
     return _INTERRUPTED if run.interrupted else 0
+
+
+def _make_collector(
+    env_id: str, made: Any, policy: Any, workers: int, mode: Mode, options: dict[str, Any]
+) -> BaseCollector:
+    """Return the collector that the options ask for; workers make their own envs."""
+    from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+
+    envs = made.num_envs
+    if not workers:
+        return Collector(made, policy, frames_per_batch=envs * max(1, _BATCH // envs), **options)
+    made.close()
+    bounds = [envs * number // workers for number in range(workers + 1)]
+    sources = [[env_id] * (stop - start) for start, stop in pairwise(bounds)]
+    if mode is Mode.sync:
+        frames = envs * max(1, _BATCH // envs)
+        return MultiSyncCollector(
+            sources, policy, frames_per_batch=frames, cat_results=0, **options
+        )
+    each = [len(source) * max(1, _BATCH // envs) for source in sources]
+    return MultiAsyncCollector(sources, policy, frames_per_batch=each, **options)
 
 
 @app.command()
@@ -160,7 +194,7 @@ def bench(
 class _Run:
     """One collection: what it gave and where its time went."""
 
-    def __init__(self, collector: Collector, writer: DatasetWriter | None) -> None:
+    def __init__(self, collector: BaseCollector, writer: DatasetWriter | None) -> None:
         self._collector, self._writer = collector, writer
         self.failure: Exception | None = None
         self.interrupted = self._collecting = False
@@ -190,7 +224,8 @@ class _Run:
             self._collecting = False
             if bar is not None:
                 bar.close()
-        self._write(self._collector.partial())  # whole steps of a broken rollout
+        while (left := self._collector.partial()) is not None:  # whole steps of broken rollouts
+            self._write(left)
         self._seconds = perf_counter() - started
         if self._writer is not None and self._writer.frames:
             self._writer.close()

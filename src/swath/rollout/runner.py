@@ -243,7 +243,8 @@ class Runner:
             step = self.steps_made + self._filled
             self._keep_partial(slab)
             called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-            if not isinstance(error, Exception) or "settle" in called:  # not the policy's doing
+            policys = isinstance(error, Exception) and not isinstance(error, EnvError)
+            if not policys or "settle" in called:
                 raise
             text, cause = str(error), error.__cause__
             if not isinstance(error, SwathError):
