@@ -120,12 +120,12 @@ class ParallelGroup(Group):
         self._modes: set[tuple[int, int]] = set()
         self._known: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
         self._described: deque[weakref.ref[SharedMemory]] = deque()
-        self._ender = weakref.finalize(self, _end, self.links, self.bells, self.done, 0.0)
+        bells = [*self.bells, self.done]
+        self._ender = weakref.finalize(self, _end, self.links, bells, self.order, 0.0)
         try:
             self._start(makers, info_keys)
         except BaseException:
-            self._ender.detach()
-            _end(self.links, self.bells, self.done, 0.0)
+            self._ender()
             raise
 
     def _start(self, makers: Sequence[Any], info_keys: InfoNames) -> None:
@@ -276,12 +276,13 @@ class ParallelGroup(Group):
 
     def close(self) -> None:
         if self._ender.detach() is not None:
-            self.dead = "is closed"
-            _end(self.links, self.bells, self.done, _GRACE)
+            self.dead = "this ParallelEnv is closed"
+            _end(self.links, [*self.bells, self.done], self.order, _GRACE)
 
 
-def _end(links: list[ProcessLink], bells: list[Bell], done: Bell, grace: float) -> None:
+def _end(links: list[ProcessLink], bells: list[Bell], order: np.ndarray, grace: float) -> None:
     """End the processes: asked first, killed after some seconds."""
+    order[1] = ASK
     for link, bell in zip(links, bells, strict=False):
         with contextlib.suppress(EOFError):
             link.send((0, None))
@@ -289,7 +290,7 @@ def _end(links: list[ProcessLink], bells: list[Bell], done: Bell, grace: float) 
     deadline = monotonic() + grace
     for link in links:
         link.close(max(0.0, deadline - monotonic()))
-    for bell in (*bells, done):
+    for bell in bells:
         bell.close()
 
 
