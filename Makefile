@@ -24,9 +24,9 @@ bench: $(VENV)/.bench                   ## the comparison of the README; ARGS=--
 docs: $(VENV)/.docs                     ## the site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-size:                                   ## lines per folder; the package stays under 8,000
+size:                                   ## lines of the package; a ceiling that is raised on purpose
 	@find src/swath -name '*.py' | xargs wc -l | awk '$$2 == "total" { print "src/swath: " $$1 " lines"; \
-	  if ($$1 > 8000) exit 1 }'
+	  if ($$1 > 11000) exit 1 }'
 
 # One stamp per set of packages, made again when the declarations change.
 $(VENV)/bin/python:
