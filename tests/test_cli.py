@@ -149,6 +149,23 @@ def test_the_data_is_kept_frame_by_frame(
     assert "writing" in summary["time"]
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_workers_collect_the_same_frames(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(cli, "_BATCH", 300)
+    arguments = ["collect", "things:Counting-v0", "--frames", "1000", "--envs", "5", "--seed", "3"]
+    assert main([*arguments, "--out", "alone"]) == 0
+    assert main([*arguments, "--out", "apart", "--workers", "2", "--mode", mode]) == 0
+    assert "from 5 envs in 2 workers" in rows(capsys.readouterr().out)["frames"]
+    alone, apart = load_dataset("alone"), load_dataset("apart")
+    assert check_transitions(apart) == len(apart)
+    assert 0 <= len(apart) - 1000 < 3  # less than one step of a worker's envs
+    if mode == "sync":  # otherwise how many frames each worker makes depends on their speed
+        seen, expected = ({tuple(o.tolist()) for o in d["observation"]} for d in (apart, alone))
+        assert seen == expected
+
+
 def test_the_same_seed_gives_the_same_data(here: Path) -> None:
     fixed = ["collect", "CartPole-v1", "--frames", "500", "--policy", "things:of_nothing"]
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
@@ -204,6 +221,9 @@ BAD = [
     ("CartPole-v1 --envs two", "'--envs'"),
     ("CartPole-v1 --seed -1", "'--seed'"),
     ("CartPole-v1 --frame 9", "No such option: --frame"),
+    ("CartPole-v1 --mode async", "--mode async says how workers deliver; add --workers N"),
+    ("CartPole-v1 --workers 9", "--workers 9 is more than the 8 envs"),
+    ("CartPole-v1 --workers 2 --policy things:failing", "ValueError: no idea"),
     ("CartPole-v1 --format csv", "'csv' is not one of 'tensordict', 'minari'"),
     ("CartPole-v1 --format minari", "add --out DIR"),
     ("CartPole-v1 --out .", "exists and is not empty; name another directory or delete it"),

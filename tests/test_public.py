@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import swath
+from swath import collectors
 from swath.collectors import (
     Collector,
     DataCollectorBase,
@@ -37,6 +38,9 @@ def test_all_is_sorted_and_complete(name):
 def test_old_names_are_the_same_classes():
     assert SyncDataCollector is Collector
     assert DataCollectorBase is BaseCollector
+    assert collectors.MultiSyncDataCollector is MultiSyncCollector
+    assert collectors.MultiaSyncDataCollector is collectors.MultiAsyncCollector
+    assert collectors.aSyncDataCollector is collectors.AsyncCollector
 
 
 def test_the_package_says_that_it_is_typed_and_what_version_it_is():
