@@ -117,7 +117,9 @@ def lines(cases: list[Uneven]) -> list[str]:
     found = [f"Two workers, one env each, one {SLOWER}x slower: frames/s (and without overhead)"]
     for case in cases:
         cells = [f"{kind} {case.speed(kind):,.0f} ({case.ideal[kind]:,.0f})" for kind in KINDS]
-        found.append(f"{1e3 * case.step_s:3.0f} ms: {', '.join(cells)}, async/sync {case.gain:.2f}x")
+        found.append(
+            f"{1e3 * case.step_s:3.0f} ms: {', '.join(cells)}, async/sync {case.gain:.2f}x"
+        )
         found += [f"FAILED: {problem}" for problem in case.problems]
     return found
 

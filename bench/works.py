@@ -104,7 +104,9 @@ def cartpole(num_envs: int, steps: int) -> Work:
 
 def pixels(num_envs: int) -> Work:
     shape = (4, 84, 84)
-    return framed(f"pixels-{num_envs}", f"4x84x84 uint8 x {num_envs}", num_envs, 125, shape, "uint8")
+    return framed(
+        f"pixels-{num_envs}", f"4x84x84 uint8 x {num_envs}", num_envs, 125, shape, "uint8"
+    )
 
 
 def framed(name: str, title: str, num_envs: int, steps: int, shape: tuple, dtype: str) -> Work:

@@ -52,10 +52,10 @@ class Contestant(ABC):
     def close(self) -> None:
         """Lets go of the envs."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """Before a turn: gets going, and past what was collected while others were timed."""
 
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027
         """After a turn: leaves the cores to the others."""
 
     def collect(self, frames: int) -> Summary:
