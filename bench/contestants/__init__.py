@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -29,9 +30,17 @@ ENTRIES = (
     "bench.contestants.sb3:StableBaselinesProcesses",
 )
 
+# Helper processes of the peers are forked from a server that has imported this once.
+PRELOAD = (
+    "bench.contestants.hand_loop",
+    "gymnasium.vector.async_vector_env",
+    "stable_baselines3.common.vec_env.subproc_vec_env",
+)
+
 
 def load() -> tuple[list[type[Contestant]], dict[str, str]]:
     """The contestants that can be imported, and why the others cannot."""
+    multiprocessing.set_forkserver_preload(list(PRELOAD))
     available, missing = [], {}
     for where in ENTRIES:
         module, attribute = where.split(":")
