@@ -89,8 +89,9 @@ def _case(step_s: float, steps: int, rounds: int, slice_s: float) -> Uneven:
 
 
 def _speed(collector: BaseCollector, slice_s: float) -> float:
-    for _ in range(6):  # up to four rollouts were made while the other one was timed
-        collector.next()
+    if isinstance(collector, MultiAsyncCollector):
+        for _ in range(6):  # up to four rollouts were made while the other one was timed
+            collector.next()
     frames, start = 0, time.perf_counter()
     while time.perf_counter() - start < slice_s:
         frames += collector.next().numel()
