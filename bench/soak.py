@@ -26,7 +26,7 @@ from swath.collectors.multi import MultiCollector
 WORKERS = 2
 SAMPLES = 24
 PUBLISH_EVERY = 50  # batches
-SLACK_BYTES, SLACK_SHARE = 4 << 20, 0.01  # what memory may move by itself
+SLACK_BYTES = 2 << 20  # what memory may move by itself
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def growth(samples: Sequence[Sample]) -> list[str]:
         before, after = (
             statistics.median(getattr(one, key) for one in part) for part in (early, late)
         )
-        if after > before * (1 + SLACK_SHARE) + SLACK_BYTES:
+        if after > before + SLACK_BYTES:
             found.append(f"{key} grew from {before / 2**20:.1f} to {after / 2**20:.1f} MiB")
     for key in ("threads", "descriptors", "shm"):
         before, after = (max(getattr(one, key) for one in part) for part in (early, late))
