@@ -37,12 +37,12 @@ def problems(work: Work, batches: Sequence[Batch], *, own_policy: bool = False) 
     return found
 
 
-def follows(batch: Batch, earlier: Batch) -> bool:
-    """Whether a batch goes on where another one ended, in all envs whose episode had not ended."""
-    going = ~earlier.done[-1]
-    reached = {key: rows[-1][going] for key, rows in earlier.next_obs.items()}
-    seen = {key: rows[0][going] for key, rows in batch.obs.items()}
-    return not _differ(reached, seen, 1).any()
+def follows(work: Work, batch: Batch, earlier: Batch) -> bool:
+    """Whether a batch goes on where another one ended, afresh in envs whose episode had ended."""
+    done = earlier.done[-1]
+    reached = {key: rows[-1] for key, rows in earlier.next_obs.items()}
+    seen = {key: rows[0] for key, rows in batch.obs.items()}
+    return bool(np.where(done, work.rules.is_start(seen), ~_differ(reached, seen, 1)).all())
 
 
 def _wrong(what: str, bad: np.ndarray) -> Iterator[str]:

@@ -46,7 +46,7 @@ def load() -> tuple[list[type[Contestant]], dict[str, str]]:
         module, attribute = where.split(":")
         try:
             available.append(getattr(import_module(module), attribute))
-        except ImportError as error:
+        except (ImportError, OSError, RuntimeError) as error:  # built for another torch, say
             missing[attribute] = str(error)
     return available, missing
 

@@ -67,11 +67,17 @@ class TorchRLAsync(TorchRLSync):
     def streams(self, count: int) -> list[list[Batch]]:
         """Its batches do not say whose they are: each is put behind the one that it continues."""
         found: list[list[Batch]] = []
-        for batch in self.batches(count * self.work.workers):
-            for stream in found:
-                if follows(batch, stream[-1]):
-                    stream.append(batch)
-                    break
-            else:
-                found.append([batch])
+        for _ in range(4):  # some workers may be slow
+            for batch in self.batches(count * self.work.workers):
+                self._put(found, batch)
+            if len(found) >= self.work.workers:
+                break
         return found
+
+    def _put(self, streams: list[list[Batch]], batch: Batch) -> None:
+        # Those in the middle of an episode first: any first observation could follow an end.
+        for stream in sorted(streams, key=lambda stream: stream[-1].done[-1].sum()):
+            if follows(self.work, batch, stream[-1]):
+                stream.append(batch)
+                return
+        streams.append([batch])
