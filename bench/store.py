@@ -94,7 +94,7 @@ def draw(path: Path, machine: Mapping, races: Races, where: str) -> None:
     axes.set_yscale("log")
     axes.set_xlim(-0.55, len(races) - 0.45)
     axes.set_ylabel("frames per second (log scale)")
-    axes.set_xticks(range(len(races)), [work.title for work, _ in races])
+    axes.set_xticks(range(len(races)), [_label(work) for work, _ in races])
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
@@ -106,6 +106,10 @@ def draw(path: Path, machine: Mapping, races: Races, where: str) -> None:
     figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(path, dpi=140)
     plt.close(figure)
+
+
+def _label(work: Work) -> str:
+    return work.title.replace(", ", "\n")
 
 
 def _short(speed: float) -> str:

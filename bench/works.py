@@ -70,11 +70,12 @@ class Work:
         """The same work, elsewhere: with so many workers, each doing what this one does."""
         kind, _, envs = self.name.rpartition("-")
         name = f"{workers}x{envs}" if workers else envs
-        where = f"{workers} {placement} workers" if workers else f"{placement} envs"
+        title = self.title.rpartition(" x ")[0]
+        where = f"{workers} {placement} workers x" if workers else placement
         return replace(
             self,
             name=f"{kind}-{placement}-{name}",
-            title=f"{self.title}, {where}",
+            title=f"{title}, {where} {envs}",
             num_envs=self.num_envs * max(workers, 1),
             placement=placement,
             workers=workers,
