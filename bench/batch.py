@@ -41,9 +41,11 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 def from_tensordict(data: TensorDictBase, keys: Sequence[str]) -> Batch:
-    """A batch of swath or TorchRL: ``[T]`` or ``[N, T]``, flags and reward with a last dim of 1."""
-    if data.ndim == 1:
-        data = data[None]
+    """A batch of swath or TorchRL: ``[T]``, ``[N, T]`` or ``[W, N, T]`` of W workers.
+
+    Flags and reward have a last dim of 1.
+    """
+    data = data[None] if data.ndim == 1 else data.flatten(0, -2)
 
     def rows(key):
         return data[key].numpy().swapaxes(0, 1)

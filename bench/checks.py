@@ -26,15 +26,23 @@ def problems(work: Work, batches: Sequence[Batch], *, own_policy: bool = False) 
         batches: Consecutive batches, each kept while the next was collected.
         own_policy: The contestant acts by a policy of its own: the actions are not compared.
     """
+    wanted = (work.steps, work.batch_envs)
     for batch in batches:
-        if batch.reward.shape != (work.steps, work.num_envs):
-            wanted = (work.steps, work.num_envs)
+        if batch.reward.shape != wanted:
             return [f"a batch of {batch.reward.shape} steps and envs, not {wanted}"]
     whole = join(batches)
     found = [*_continuity(work, whole), *_dynamics(work, whole), *_time_limit(work, whole)]
     if not own_policy:
         found += _actions(work, whole)
     return found
+
+
+def follows(work: Work, batch: Batch, earlier: Batch) -> bool:
+    """Whether a batch goes on where another one ended, afresh in envs whose episode had ended."""
+    done = earlier.done[-1]
+    reached = {key: rows[-1] for key, rows in earlier.next_obs.items()}
+    seen = {key: rows[0] for key, rows in batch.obs.items()}
+    return bool(np.where(done, work.rules.is_start(seen), ~_differ(reached, seen, 1)).all())
 
 
 def _wrong(what: str, bad: np.ndarray) -> Iterator[str]:
@@ -89,7 +97,7 @@ def _dynamics(work: Work, batch: Batch) -> Iterator[str]:
 
 def _time_limit(work: Work, batch: Batch) -> Iterator[str]:
     """Truncated at the time limit, and only there; lengths count from the first reset seen."""
-    age = np.full(work.num_envs, -(10**9))  # negative: not known
+    age = np.full(work.batch_envs, -(10**9))  # negative: not known
     bad = np.zeros_like(batch.truncated)
     for t, (truncated, done) in enumerate(zip(batch.truncated, batch.done, strict=True)):
         age += 1

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
-import math
 import resource
 import statistics
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from bench.checks import batches_needed, problems
+from bench.contestants import Kinds, placed
 from bench.contestants.base import Contestant
 from bench.works import Work
+
+LEAST_ROUNDS = {"async": 4}
+STRETCH = {"async": 2.0}
+"""Turns are longer where they end in the middle of somebody's rollout."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,13 @@ class _Runner:
     frames: int = 0
 
 
-def race(work: Work, contestants: Mapping[str, type[Contestant]], plan: Plan) -> dict[str, Result]:
-    """Times every contestant on a work, then checks what each delivers.
+def race(work: Work, kinds: Kinds, plan: Plan) -> dict[str, Result]:
+    """Times every contestant that knows the work's placement, then checks what each delivers.
 
     The first round warms up and sets how many frames fill a slice; it is not counted. Turns
     rotate from round to round, so that nobody always follows the same neighbour.
     """
+    contestants = placed(kinds, work.placement)
     results = {name: Result() for name in contestants}
     runners = []
     for name, kind in contestants.items():
@@ -111,13 +115,13 @@ def race(work: Work, contestants: Mapping[str, type[Contestant]], plan: Plan) ->
     finally:
         for runner in runners:
             if runner.is_set_up:
-                runner.contestant.close()
+                _guard(runner, runner.contestant.close, always=True)
     return results
 
 
-def _guard(runner: _Runner, act) -> None:
+def _guard(runner: _Runner, act, always: bool = False) -> None:
     """An exception ends this contestant's part in the work, as a problem, and nobody else's."""
-    if runner.result.problems:
+    if runner.result.problems and not always:
         return
     try:
         act()
@@ -131,23 +135,26 @@ def _warm_up(work: Work, runner: _Runner, plan: Plan) -> None:
     runner.contestant.setup(work)
     runner.is_set_up = True
     end = time.perf_counter() + plan.slice_s
-    batch_s = math.inf
-    batches = 0
+    seconds: list[float] = []
     # The first batches touch new memory, which would make a slice far too short.
-    while time.perf_counter() < end or batches < 5:
-        batches += 1
+    while time.perf_counter() < end or len(seconds) < 5:
         start = time.perf_counter()
-        runner.contestant.collect(work.frames_per_batch)
-        batch_s = min(batch_s, time.perf_counter() - start)
-    runner.frames = work.frames_per_batch * max(1, round(plan.slice_s / batch_s))
+        runner.contestant.collect(work.frames_per_round)
+        seconds.append(time.perf_counter() - start)
+    slice_s = plan.slice_s * STRETCH.get(work.placement, 1.0)
+    rounds = round(slice_s / statistics.median(seconds))
+    runner.frames = work.frames_per_round * max(LEAST_ROUNDS.get(work.placement, 1), rounds)
+    runner.contestant.rest()
 
 
 def _take_turn(runner: _Runner, number: int, turn: int) -> None:
     gc.collect()
+    runner.contestant.wake()
     faults, cpu, start = _page_faults(), time.process_time(), time.perf_counter()
     summary = runner.contestant.collect(runner.frames)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     spent = (seconds, cpu_seconds, _page_faults() - faults)
+    runner.contestant.rest()
     sample = Sample(number, turn, summary.frames, *spent)
     runner.result.samples.append(sample)
     runner.result.episodes += summary.episodes
@@ -159,10 +166,16 @@ def _page_faults() -> int:
 
 def _check(work: Work, runner: _Runner, plan: Plan) -> None:
     contestant, result = runner.contestant, runner.result
-    batches = contestant.batches(batches_needed(work) if plan.whole_episodes else 2)
-    result.frames_checked = sum(batch.reward.size for batch in batches)
-    result.episodes += sum(int(batch.done.sum()) for batch in batches)
-    result.problems += problems(work, batches, own_policy=contestant.own_policy)
+    contestant.wake()
+    streams = contestant.streams(batches_needed(work) if plan.whole_episodes else 2)
+    contestant.rest()
+    if work.placement == "async" and len(streams) != work.workers:
+        result.problems.append(f"batches of {len(streams)} workers, not of {work.workers}")
+    asked = work if len(streams) == 1 else work.part()
+    for batches in streams:
+        result.frames_checked += sum(batch.reward.size for batch in batches)
+        result.episodes += sum(int(batch.done.sum()) for batch in batches)
+        result.problems += problems(asked, batches, own_policy=contestant.own_policy)
     frames = result.frames_checked + sum(sample.frames for sample in result.samples)
     steps = frames // work.num_envs
     if not result.episodes and steps >= work.rules.time_limit:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from bench.contestants import HAND, SWATH, TORCHRL
+from bench.contestants import HAND, HANDS, SWATH, TORCHRL, Kinds
 from bench.measure import Plan, Result
 from bench.scaling import WHO, Point
-from bench.targets import Verdict
+from bench.targets import Limit, Verdict
 from bench.works import Work
 
 WORK_RULES = (
     "Same envs (gymnasium.make(id, disable_env_checker=True), or made directly where the bench "
-    "has its own), same policy module, torch with 1 thread, one process."
+    "has its own), same policy module, torch with 1 thread."
 )
 
 
@@ -44,11 +44,12 @@ def race_table(console: Console, work: Work, results: Mapping[str, Result]) -> N
     title = f"{work.title} ({work.name}), {work.frames_per_batch:,} frames per batch"
     table = Table(title=title, title_justify="left")
     table.add_column("", min_width=18)
-    for column in ("frames/s", "min .. max", f"vs {TORCHRL}", f"vs {HAND}", "checked"):
+    hand = HANDS if work.workers else HAND
+    for column in ("frames/s", "min .. max", f"vs {TORCHRL}", f"vs {hand}", "checked"):
         table.add_column(column, justify="right")
     nobody = Result()
     for name, result in results.items():
-        peers = [results.get(peer, nobody) for peer in (TORCHRL, HAND)]
+        peers = [results.get(peer, nobody) for peer in (TORCHRL, hand)]
         table.add_row(name, *_cells(result, peers))
     console.print(table)
     for name, result in results.items():
@@ -100,9 +101,24 @@ def cost_ratio(results: Mapping[str, Result]) -> str:
     return times(pair[0].ratio(pair[1]) if all(pair) else None)
 
 
-def notes(console: Console, kinds: Mapping[str, type]) -> None:
-    for name, kind in kinds.items():
-        console.print(f"{name}: {kind.note}.")
+def notes(console: Console, kinds: Kinds, races: Sequence[tuple[Work, Mapping]]) -> None:
+    """Says of everyone who took part what it is."""
+    placements = {work.placement for work, _ in races}
+    for kind in kinds:
+        if placements & kind.placements:
+            console.print(f"{kind.name} ({', '.join(sorted(kind.placements))}): {kind.note}.")
+
+
+def lines(console: Console, found: Sequence[str]) -> None:
+    console.print()
+    for line in found:
+        console.print(f"[red]{line}[/]" if line.startswith("FAILED") else line)
+
+
+def _amount(verdict: Verdict, number: float | None) -> str:
+    if isinstance(verdict.target, Limit):
+        return "-" if number is None else f"{number:.2f} s"
+    return times(number)
 
 
 def target_table(console: Console, verdicts: Sequence[Verdict]) -> None:
@@ -112,8 +128,8 @@ def target_table(console: Console, verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         target = verdict.target
         colour = {"met": "green", "NOT met": "red"}.get(verdict.word, "yellow")
-        wanted = f">= {target.at_least:g}x"
         word = f"[{colour}]{verdict.word}[/]"
-        spread = " .. ".join(times(ratio) for ratio in verdict.middle_half or [])
-        table.add_row(target.title, target.peer, wanted, times(verdict.ratio), spread, word)
+        spread = " .. ".join(_amount(verdict, one) for one in verdict.middle_half or [])
+        measured = _amount(verdict, verdict.ratio)
+        table.add_row(target.title, target.peer, target.wanted, measured, spread, word)
     console.print(table)

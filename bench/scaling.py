@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bench.contestants import HAND, SWATH
-from bench.contestants.base import Contestant
+from bench.contestants import HAND, SWATH, Kinds
 from bench.measure import Plan, Result, race
 from bench.works import Work, framed
 
@@ -45,9 +43,7 @@ def points(quick: bool) -> list[Point]:
     return found
 
 
-def run(
-    contestants: Mapping[str, type[Contestant]], plan: Plan, quick: bool
-) -> list[tuple[Point, dict[str, Result]]]:
+def run(kinds: Kinds, plan: Plan, quick: bool) -> list[tuple[Point, dict[str, Result]]]:
     """Races swath and the hand loop at each point."""
-    racers = {name: contestants[name] for name in WHO if name in contestants}
+    racers = [kind for kind in kinds if kind.name in WHO]
     return [(point, race(point.work, racers, plan)) for point in points(quick)]

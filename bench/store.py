@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from bench.measure import Plan, Result
 from bench.scaling import Point
@@ -16,14 +17,16 @@ COLOURS = {
     "swath": "#1b7f5c",
     "TorchRL": "#c8553d",
     "hand loop": "#3d5a80",
+    "hand loops": "#3d5a80",
     "SyncVectorEnv": "#98c1d9",
+    "AsyncVectorEnv": "#98c1d9",
     "Stable-Baselines3": "#e0a458",
 }
 Races = Sequence[tuple[Work, Mapping[str, Result]]]
 Scaling = Sequence[tuple[Point, Mapping[str, Result]]]
 
 
-def write_json(path: Path, machine: Mapping, plan: Plan, races: Races, **rest: Sequence) -> None:
+def write_json(path: Path, machine: Mapping, plan: Plan, races: Races, **rest: Any) -> None:
     """Everything measured, so that other statistics can be computed later."""
     scaling: Scaling = rest["scaling"]
     verdicts: Sequence[Verdict] = rest["verdicts"]
@@ -33,6 +36,8 @@ def write_json(path: Path, machine: Mapping, plan: Plan, races: Races, **rest: S
         "works": {
             work.name: {
                 "title": work.title,
+                "placement": work.placement,
+                "workers": work.workers,
                 "envs": work.num_envs,
                 "frames_per_batch": work.frames_per_batch,
                 "contestants": _plain(results),
@@ -43,6 +48,8 @@ def write_json(path: Path, machine: Mapping, plan: Plan, races: Races, **rest: S
             {"series": point.series, "value": point.value, "contestants": _plain(results)}
             for point, results in scaling
         ],
+        "uneven": [asdict(case) for case in rest["uneven"]],
+        "startup": rest["startup"],
         "targets": [
             {
                 **asdict(verdict.target),
@@ -60,7 +67,7 @@ def _plain(results: Mapping[str, Result]) -> dict:
     return {name: result.as_json() for name, result in results.items()}
 
 
-def draw(path: Path, machine: Mapping, races: Races) -> None:
+def draw(path: Path, machine: Mapping, races: Races, where: str) -> None:
     """Bars of frames per second for each work, one colour per contestant."""
     import matplotlib
 
@@ -87,18 +94,22 @@ def draw(path: Path, machine: Mapping, races: Races) -> None:
     axes.set_yscale("log")
     axes.set_xlim(-0.55, len(races) - 0.45)
     axes.set_ylabel("frames per second (log scale)")
-    axes.set_xticks(range(len(races)), [work.title for work, _ in races])
+    axes.set_xticks(range(len(races)), [_label(work) for work, _ in races])
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
     axes.set_title(
-        f"Collecting in one process, {machine['cpu']}, torch {machine['torch']}\n"
+        f"Collecting {where}, {machine['cpu']}, torch {machine['torch']}\n"
         "median of the rounds; whiskers: slowest and fastest round",
         fontsize=10,
     )
     figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(path, dpi=140)
     plt.close(figure)
+
+
+def _label(work: Work) -> str:
+    return work.title.replace(", ", "\n")
 
 
 def _short(speed: float) -> str:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bench.contestants import HAND, SWATH, TORCHRL
+from bench.contestants import HAND, HANDS, SWATH, TORCHRL
 from bench.measure import Result
 
 
@@ -19,6 +19,29 @@ class Target:
     peer: str
     at_least: float
 
+    @property
+    def wanted(self) -> str:
+        return f">= {self.at_least:g}x"
+
+    def met_by(self, ratio: float) -> bool:
+        return ratio >= self.at_least
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A time that is not to be exceeded."""
+
+    title: str
+    at_most: float
+    peer: str = "(seconds)"
+
+    @property
+    def wanted(self) -> str:
+        return f"<= {self.at_most:g} s"
+
+    def met_by(self, seconds: float) -> bool:
+        return seconds <= self.at_most
+
 
 TARGETS = (
     Target("Collector, 1 env", "cartpole-1", TORCHRL, 9.0),
@@ -27,15 +50,22 @@ TARGETS = (
     Target("Collector, 8 envs in process", "cartpole-8", HAND, 0.95),
     Target("Collector, 8 pixel envs", "pixels-8", TORCHRL, 35.0),
     Target("Collector, 8 pixel envs", "pixels-8", HAND, 0.90),
+    Target("ParallelEnv, 8 envs", "cartpole-parallel-8", TORCHRL, 30.0),
+    Target("MultiSync, 2 workers x 8 envs", "cartpole-sync-2x8", TORCHRL, 15.0),
+    Target("MultiSync, 2 workers x 8 envs", "cartpole-sync-2x8", HANDS, 0.85),
+    Target("MultiAsync, 2 workers x 8 envs", "cartpole-async-2x8", TORCHRL, 15.0),
+    Target("MultiAsync, 2 workers x 8 envs", "cartpole-async-2x8", HANDS, 0.90),
 )
+START = Limit("construct 8 process workers", 3.0)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target with what was measured round by round; nothing where one of the two did not run."""
+    """A target with what was measured round by round; nothing where it was not measured."""
 
-    target: Target
+    target: Target | Limit
     ratios: list[float]
+    """Ratios, or the seconds of a limit."""
 
     @property
     def ratio(self) -> float | None:
@@ -53,14 +83,16 @@ class Verdict:
     def word(self) -> str:
         if self.ratio is None:
             return "not measured"
-        return "met" if self.ratio >= self.target.at_least else "NOT met"
+        return "met" if self.target.met_by(self.ratio) else "NOT met"
 
 
-def verdicts(results: Mapping[str, Mapping[str, Result]]) -> list[Verdict]:
+def verdicts(
+    results: Mapping[str, Mapping[str, Result]], start_seconds: list[float]
+) -> list[Verdict]:
     """Each target against the results of a run."""
     found = []
     for target in TARGETS:
         work = results.get(target.work, {})
         pair = work.get(SWATH), work.get(target.peer)
         found.append(Verdict(target, pair[0].ratios(pair[1]) if all(pair) else []))
-    return found
+    return [*found, Verdict(START, start_seconds)]

@@ -29,9 +29,7 @@ class Contestant(ABC):
 
     @classmethod
     def why_not(cls, work: Work) -> str | None:
-        """Why this contestant cannot do a work, or None."""
-        if work.placement not in cls.placements:
-            return f"does not run envs {work.placement}"
+        """Why this contestant cannot do a work of a placement that it knows, or None."""
         return None
 
     @abstractmethod
@@ -54,6 +52,12 @@ class Contestant(ABC):
     def close(self) -> None:
         """Lets go of the envs."""
 
+    def wake(self) -> None:  # noqa: B027
+        """Before a turn: gets going, and past what was collected while others were timed."""
+
+    def rest(self) -> None:  # noqa: B027
+        """After a turn: leaves the cores to the others."""
+
     def collect(self, frames: int) -> Summary:
         """At least so many frames, in whole batches, each held until the next has come."""
         summary = Summary()
@@ -69,3 +73,7 @@ class Contestant(ABC):
         """Consecutive batches, all kept until the last has come."""
         kept = [self.rollout() for _ in range(count)]
         return [self.canonical(data) for data in kept]
+
+    def streams(self, count: int) -> list[list[Batch]]:
+        """At least so many batches, those in one list following one another."""
+        return [self.batches(count)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from stable_baselines3 import A2C
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from torch import nn
 
 from bench.batch import Batch
@@ -16,19 +18,20 @@ class StableBaselines(Contestant):
     name = "Stable-Baselines3"
     note = "A2C.collect_rollouts: own policy, also values, log-probs, advantages; no next obs"
     own_policy = True
+    vec_env: ClassVar[type[VecEnv]] = DummyVecEnv
 
     @classmethod
     def why_not(cls, work: Work) -> str | None:
         if work.policy_key != "observation" or len(work.make().observation_space.shape) != 1:
             return "its policy classes would do other work"
-        return super().why_not(work)
+        return None
 
     def setup(self, work: Work) -> None:
         self.work = work
         layers = {"pi": [64, 64], "vf": [64, 64]}
         self._model = A2C(
             "MlpPolicy",
-            DummyVecEnv([work.make] * work.num_envs),
+            self.vec_env([work.make] * work.num_envs),
             n_steps=work.steps,
             device="cpu",
             seed=0,
@@ -71,3 +74,9 @@ class StableBaselines(Contestant):
 
     def close(self) -> None:
         self._model.env.close()
+
+
+class StableBaselinesProcesses(StableBaselines):
+    note = "A2C.collect_rollouts on a SubprocVecEnv, one process for each env"
+    placements = frozenset({"parallel"})
+    vec_env = SubprocVecEnv

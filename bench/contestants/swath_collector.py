@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
+from torch import nn
 
 from bench.batch import Batch, from_tensordict
 from bench.contestants.base import Contestant
 from bench.works import Work
 from swath.collectors import Collector
+from swath.collectors.base import BaseCollector
 from swath.envs import SerialEnv
 
 
@@ -21,13 +23,12 @@ class Swath(Contestant):
         policy = work.policy()
         if work.is_dict:
             policy = TensorDictModule(policy, in_keys=[work.policy_key], out_keys=["action"])
-        self._collector = Collector(
-            SerialEnv(work.num_envs, work.make) if work.num_envs > 1 else work.make,
-            policy,
-            frames_per_batch=work.frames_per_batch,
-            total_frames=-1,
-        )
+        self._collector = self._make(work, policy)
         self._iterator = iter(self._collector)
+
+    def _make(self, work: Work, policy: nn.Module) -> BaseCollector:
+        env = SerialEnv(work.num_envs, work.make) if work.num_envs > 1 else work.make
+        return Collector(env, policy, frames_per_batch=work.frames_per_batch, total_frames=-1)
 
     def rollout(self) -> TensorDictBase:
         return next(self._iterator)

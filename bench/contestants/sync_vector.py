@@ -1,10 +1,10 @@
-"""Gymnasium's own vector env in process, in the loop that its users write around it."""
+"""Gymnasium's own vector envs, in the loop that its users write around it."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from bench.batch import Batch
 from bench.contestants.arrays import ArrayLoop
@@ -18,10 +18,12 @@ class SyncVector(ArrayLoop):
     def setup(self, work: Work) -> None:
         self.work = work
         self._policy = work.policy()
-        self._env = SyncVectorEnv(
-            [work.make] * work.num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP
-        )
+        self._env = self._make(work)
         self._last = self._as_dict(self._env.reset(seed=0)[0])
+
+    def _make(self, work: Work) -> VectorEnv:
+        mode = AutoresetMode.SAME_STEP
+        return SyncVectorEnv([work.make] * work.num_envs, copy=False, autoreset_mode=mode)
 
     def _as_dict(self, observation):
         return observation if self.work.is_dict else {"observation": observation}
@@ -60,3 +62,17 @@ class SyncVector(ArrayLoop):
 
     def close(self) -> None:
         self._env.close()
+
+
+class AsyncVector(SyncVector):
+    name = "AsyncVectorEnv"
+    note = "gymnasium.vector, one process for each env, shared memory, otherwise as SyncVectorEnv"
+    placements = frozenset({"parallel"})
+
+    def _make(self, work: Work) -> VectorEnv:
+        return AsyncVectorEnv(
+            [work.make] * work.num_envs,
+            copy=False,
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            context="forkserver",  # a fork would keep the descriptors of the other contestants
+        )

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
-from torchrl.envs import GymWrapper, SerialEnv
+from torchrl.collectors._base import BaseCollector
+from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 
 from bench.batch import Batch, from_tensordict
 from bench.contestants.base import Contestant
 from bench.works import Work
+
+
+def hush() -> None:
+    """Spares the reader what TorchRL has to say in this process."""
+    logging.getLogger("torchrl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(torchrl|tensordict)\b")
+
+
+def make_env(work: Work) -> EnvBase:
+    return GymWrapper(work.make(), categorical_action_encoding=True)
+
+
+def make_envs(work: Work) -> EnvBase:
+    """The envs of a work, in one process."""
+    one = partial(make_env, work)
+    return SerialEnv(work.num_envs, one) if work.num_envs > 1 else one()
 
 
 class TorchRL(Contestant):
@@ -20,21 +38,15 @@ class TorchRL(Contestant):
     note = "torchrl.collectors.Collector, SerialEnv for more than one env"
 
     def setup(self, work: Work) -> None:
-        logging.getLogger("torchrl").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", module=r"(torchrl|tensordict)\b")
+        hush()
         self.work = work
-
-        def make():
-            return GymWrapper(work.make(), categorical_action_encoding=True)
-
         policy = TensorDictModule(work.policy(), in_keys=[work.policy_key], out_keys=["action"])
-        self._collector = Collector(
-            SerialEnv(work.num_envs, make) if work.num_envs > 1 else make(),
-            policy,
-            frames_per_batch=work.frames_per_batch,
-            total_frames=-1,
-        )
+        self._collector = self._make(work, policy)
         self._iterator = iter(self._collector)
+
+    def _make(self, work: Work, policy: TensorDictModule) -> BaseCollector:
+        env = make_envs(work)
+        return Collector(env, policy, frames_per_batch=work.frames_per_batch, total_frames=-1)
 
     def rollout(self) -> TensorDictBase:
         return next(self._iterator)
