@@ -43,8 +43,10 @@ class Channel:
         """Send a message, and open files beside it."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
-            socket.send_fds(self._socket, [_LENGTH.pack(len(body))], list(descriptors))
-            self._socket.sendall(body)
+            # In one call, mostly: then Ctrl-C cannot come in between.
+            parts = [_LENGTH.pack(len(body)), body]
+            sent = socket.send_fds(self._socket, parts, list(descriptors))
+            self._socket.sendall(memoryview(body)[sent - _LENGTH.size :])
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the other side is gone") from error
 

@@ -46,9 +46,11 @@ class Crew:
         self._links: dict[int, ProcessLink] = {}
         self._owing: dict[int, deque[float]] = {}
         self._reports: deque[tuple[int, Any]] = deque()
+        self._ended: dict[int, Died] = {}
         self._listening = threading.RLock()
-        self._closing = False
+        self._closing = threading.Lock()  # taken once, for ever
         self._bell = os.pipe()
+        self._owner = os.getpid()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -62,16 +64,23 @@ class Crew:
 
     def launch(self, number: int) -> None:
         """Start a worker; it will answer `Built`."""
-        self._links[number] = ProcessLink(main, pack(self._jobs[number], "the job"))
-        self._owing[number] = deque([monotonic()])
+        with self._listening:
+            self._check_open()
+            self._links[number] = ProcessLink(main, pack(self._jobs[number], "the job"))
+            self._owing[number] = deque([monotonic()])
 
     def dismiss(self, number: int) -> None:
-        """End a worker, whatever it is doing."""
+        """End a worker, whatever it is doing, and forget what it has said."""
         link = self._links.pop(number, None)
         if link is not None:
             link.kill()
             link.close()
         self._reports = deque(one for one in self._reports if one[0] != number)
+
+    def tell_again(self, number: int, report: Any) -> None:
+        """End a worker and let this report of it be the next that is heard."""
+        self.dismiss(number)
+        self._reports.appendleft((number, report))
 
     def tell(self, number: int, message: Any, memories: Sequence[SharedMemory] = ()) -> None:
         """Send a message that has no answer; if the worker is gone, the next wait says so."""
@@ -83,10 +92,12 @@ class Crew:
                 pass
 
     def order(self, number: int, message: Any) -> None:
-        """Send a message that will be answered."""
+        """Send a message that will be answered; by how it ended, if the worker is gone."""
         if number in self._links:
             self._owing[number].append(monotonic())
             self.tell(number, message)
+        elif number in self._ended:
+            self._reports.append((number, self._ended[number]))
 
     def interrupt(self, number: int, on: bool = True) -> None:
         """Ask a worker to end its rollout after the step that it is in."""
@@ -131,8 +142,7 @@ class Crew:
     def _listen(self) -> None:
         """Wait until there is something new and put it in the queue of reports."""
         with self._listening:
-            if self._closing:
-                raise ClosedError("this collector was shut down while it was waited for.")
+            self._check_open()
             sources: dict[Any, int] = {}
             for number, link in self._links.items():
                 sources[link] = sources[link.sentinel] = number
@@ -140,6 +150,10 @@ class Crew:
             for number in dict.fromkeys(sources[one] for one in ready if one in sources):
                 self._hear(number, self._links[number] in ready)
             self._kill_late()
+
+    def _check_open(self) -> None:
+        if self._closing.locked():
+            raise ClosedError("this collector was shut down while it was waited for.")
 
     def _hear(self, number: int, spoke: bool) -> None:
         link = self._links[number]
@@ -160,7 +174,8 @@ class Crew:
         code = link.exit_code(None)
         link.close()
         assert code is not None
-        self._reports.append((number, Died(link.pid, code, late)))
+        self._ended[number] = Died(link.pid, code, late)
+        self._reports.append((number, self._ended[number]))
 
     def _patience(self) -> float | None:
         """Return how long to wait before somebody is too late."""
@@ -184,8 +199,9 @@ class Crew:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> None:
-        """End all workers: asked first, killed after `timeout` seconds."""
-        self._closing = True
+        """End all workers, once: asked first, killed after `timeout` seconds."""
+        if os.getpid() != self._owner or not self._closing.acquire(blocking=False):
+            return
         os.write(self._bell[1], b"!")
         with self._listening:
             links, self._links = self._links, {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
-from swath.errors import WorkerError
+from swath.errors import SwathError, WorkerError
 from swath.links.parcels import unpack_error
 from swath.workers.messages import Died, Failed
 
@@ -32,14 +32,24 @@ class Supervisor:
     def error(self, worker: int, event: Failed | Died) -> BaseException:
         """Return what to raise for a failure that is not forgiven."""
         if isinstance(event, Failed):
-            error = unpack_error(event.error)
-        else:
-            error = WorkerError(
-                f"worker {worker} (process {event.pid}) {ending(event)}", worker=worker
-            )
-        if self.restart:
-            error.add_note(f"{self.restarts} restarts, as many as max_restarts allows, were made.")
+            return _located(unpack_error(event.error), worker)
+        made = f" {self.restarts} restarts were made before." if self.restarts else ""
+        return WorkerError(
+            f"worker {worker} (process {event.pid}) {ending(event)}{made}", worker=worker
+        )
+
+
+def _located(error: BaseException, worker: int) -> BaseException:
+    """Return an exception that says which worker it comes from; its own type is the cause."""
+    if getattr(error, "worker", None) is not None:
         return error
+    if isinstance(error, SwathError):
+        error.args = (f"{error} [worker {worker}]",)
+        error.worker = worker  # type: ignore[attr-defined]
+        return error
+    told = WorkerError(f"{type(error).__name__}: {error}; see the cause above", worker=worker)
+    told.__cause__ = error
+    return told
 
 
 def ending(event: Died) -> str:
