@@ -156,7 +156,12 @@ class MultiSyncCollector(MultiCollector):
                 current.waiting.discard(worker)
                 self._preempt(current)
             elif isinstance(report, (Failed, Died)):
-                self._mend(worker, report)
+                told = current.failed
+                try:
+                    self._mend(worker, report)
+                except Exception:
+                    if not told:  # the first failure of a round is the one that is told
+                        raise
 
     def _preempt(self, current: _Round) -> None:
         """Stop those who are not done once enough are."""
@@ -170,21 +175,16 @@ class MultiSyncCollector(MultiCollector):
         try:
             self._recovered(worker, event)
         except Exception:
-            if current is None or not current.failed:
-                self._give_up(worker, event)
-                raise
-            self._give_up(worker, event)  # the first failure of a round is the one that is told
-            return
+            if current is not None:
+                self._give_up(current, worker, event)
+            raise
         self._pool = SlabPool(self._pool.make)
         if current is not None and worker in current.waiting:
             self._attach(current.slab, worker, self._spans[worker])
             self._crew.order(worker, Collect(current.slab.number, current.steps[worker]))
 
-    def _give_up(self, worker: int, event: Failed | Died) -> None:
+    def _give_up(self, current: _Round, worker: int, event: Failed | Died) -> None:
         """Note what is whole of a round that fails, and stop the others."""
-        current = self._round
-        if current is None:
-            return
         current.failed = True
         if isinstance(event, Failed) and event.slab is not None:
             current.rows[worker] = event.steps

@@ -52,7 +52,10 @@ class Channel:
 
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message and return it with the files that came beside it."""
-        head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MOST_DESCRIPTORS)
+        try:
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MOST_DESCRIPTORS)
+        except ConnectionResetError:  # it was killed before it had read all that we sent
+            head, descriptors = b"", []
         if not head:
             raise EOFError("the other side is gone")
         head += self._exactly(_LENGTH.size - len(head))

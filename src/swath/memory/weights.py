@@ -118,7 +118,9 @@ class WeightBlock:
             }
             for number in range(self._count)
         ]
-        self._order = list(range(self._count))  # the least recently used first
+        # Those in use, the least recently used first. With a third one, a reader is overtaken only
+        # by two publications; more are taken when readers are directed to different versions.
+        self._order = list(range(min(3, self._count)))
         self._fence = threading.Lock()
 
     @torch.no_grad()
@@ -127,7 +129,8 @@ class WeightBlock:
         fitting = self._spec.fit(source)
         taken = {int(word) % self._count for word in self._words[: self._readers]}
         newest = self._order[-1]
-        number = next(one for one in self._order if one not in taken and one != newest)
+        free = (one for one in self._order if one not in taken and one != newest)
+        number = next(free, len(self._order))
         self._stamps[number] += 1
         self._ordered()
         for name, view in self._buffers[number].items():
@@ -137,8 +140,7 @@ class WeightBlock:
         self._ordered()
         for reader in readers:
             self._words[reader] = version * self._count + number
-        self._order.remove(number)
-        self._order.append(number)
+        self._order = [*(one for one in self._order if one != number), number]
 
     def newest(self, reader: int) -> int:
         """Return the version that a reader is directed to."""

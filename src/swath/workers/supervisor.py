@@ -58,7 +58,8 @@ def ending(event: Died) -> str:
         return f"gave no answer for {event.late:g} s (worker_timeout) and was killed."
     if event.code >= 0:
         return f"ended by itself with exit code {event.code}; look for os._exit or sys.exit."
-    name = signal.Signals(-event.code).name
+    number = -event.code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hints = {
         "SIGKILL": "often because the machine ran out of memory",
         "SIGSEGV": "a crash in native code of an env or a library",
