@@ -343,7 +343,8 @@ def test_collecting_ahead_lags_by_exactly_one_version():
             expected = max(0, version - 1)
             assert batch["collector", "policy_version"].unique().tolist() == [expected]
             assert kit.told_right(batch)
-            time.sleep(0.005)  # the next is under way by now
+            if version % 2:
+                time.sleep(0.005)  # the next is done by now, or has hardly begun
             policy.become(version + 1)
             collector.update_policy_weights_()
     assert check_transitions(batches) == 200
@@ -669,6 +670,45 @@ def test_policy_factories_one_or_a_list():
         assert (collector.next()["action"] == 8).all()
     with pytest.raises(UsageError, match="policy_factory has 3 entries for 2 workers"):
         MultiSyncCollector([kit.wide] * 2, frames_per_batch=10, policy_factory=[*factories, int])
+
+
+def test_waiting_for_weights_while_the_next_batch_is_collected():
+    policy = kit.Telling()
+    options = {"frames_per_batch": 10, "total_frames": 100, "collect_ahead": True}
+    with MultiSyncCollector([kit.wide] * 2, policy, **options) as collector:
+        batches = [collector.next()]
+        assert collector.update_policy_weights_(policy.become(1), wait=True) == 1
+        batches.extend(collector)
+    versions = [batch["collector", "policy_version"].unique().tolist() for batch in batches]
+    assert versions == [[0], [0]] + [[1]] * 8
+    assert all(kit.told_right(batch) for batch in batches)
+    assert check_transitions(batches) == 100
+
+
+@KINDS
+def test_a_learner_thread_may_publish_all_the_time(kind):
+    policy, stop = kit.Telling(), threading.Event()
+    policy.register_buffer("much", torch.zeros(100_000))
+
+    def learn():
+        version = 0
+        while not stop.is_set():
+            version = collector.update_policy_weights_(policy.become(version + 1))
+            time.sleep(0.0005)
+
+    options = {"frames_per_batch": 100, "total_frames": 4000}
+    with make(kind, [kit.wide] * 2, policy, **options) as collector:
+        learner = threading.Thread(target=learn)
+        learner.start()
+        try:
+            batches = list(collector)
+        finally:
+            stop.set()
+            learner.join()
+    assert all(kit.told_right(batch) for batch in batches)
+    assert check_transitions(batches) == 4000
+    versions = torch.cat([batch["collector", "policy_version"].flatten() for batch in batches])
+    assert versions.unique().numel() > 9
 
 
 def test_a_policy_without_weights_has_versions_too():

@@ -166,7 +166,8 @@ def test_when_all_fail_alike_one_at_a_time_is_told_and_what_is_whole_is_kept():
                 told.append(error.worker)
                 seen.append(collector.partial())
                 assert collector.partial() is None
-        assert collector.stats()["frames"] == check_transitions(seen)
+        # Those who failed go on with new episodes, so only what one rollout holds is without gaps.
+        assert collector.stats()["frames"] == sum(check_transitions(batch) for batch in seen)
     assert 1 <= len(set(told)) == len(told) <= 3
 
 

@@ -176,6 +176,51 @@ def test_no_taker_ever_sees_a_mixture():
     assert version > 100
 
 
+def test_a_reader_that_was_overtaken_does_not_take_new_weights_for_old():
+    module = Product(10)
+    block = WeightBlock(WeightSpec.of(module), 1)
+    block.publish(module.become(1.0), 1, [0])
+    reader = WeightBlock(WeightSpec.of(module), 1, block.memory)
+
+    class Late:
+        """Stamps that are looked at only after much was published."""
+
+        def __init__(self, stamps):
+            self.stamps, self.looks = stamps, 0
+
+        def __getitem__(self, number):
+            self.looks += 1
+            if self.looks < 6:
+                for _ in range(3):
+                    version = block.newest(0) + 1
+                    block.publish(module.become(float(version)), version, [0])
+            return self.stamps[number]
+
+    reader._stamps = Late(reader._stamps)
+    version = reader.take(0, into := tensors(module))
+    assert version > 6
+    assert (into["first"] == version).all()
+
+
+def test_what_is_published_for_later_is_seen_when_it_is_said():
+    module = Product(10)
+    block = WeightBlock(WeightSpec.of(module), 2)
+    block.publish(module.become(1.0), 1, [0, 1])
+    for version in range(2, 9):
+        block.publish(module.become(float(version)), version, [version % 2], later=True)
+    for reader in (0, 1):
+        assert block.take(reader, into := tensors(module)) == 1
+        assert (into["first"] == 1).all()
+    block.direct()
+    for reader, version in ((0, 8), (1, 7)):
+        assert block.take(reader, into) == version
+        assert (into["first"] == version).all()
+    block.publish(module.become(20.0), 20, [0], later=True)
+    block.publish(module.become(21.0), 21, [0])
+    block.direct()
+    assert block.newest(0) == 21
+
+
 def test_a_reader_that_is_killed_or_stopped_holds_nobody_up():
     module = Product(100)
     spec = WeightSpec.of(module)

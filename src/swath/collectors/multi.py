@@ -179,10 +179,14 @@ class MultiCollector(BaseCollector):
     def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
         if self._first_collect is None:
             self._first_collect = perf_counter()
-        if self._held:
-            return self._held.popleft()
-        self._detach_unused()
-        return self._gather(frames_left)
+        with self._crew.shield:  # Ctrl-C finds the batch held, or still in the making
+            if not self._held:
+                self._detach_unused()
+                answer = self._gather(frames_left)
+                if answer is None:
+                    return None
+                self._held.append(answer)
+        return self._held.popleft()
 
     @abc.abstractmethod
     def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
@@ -281,13 +285,20 @@ class MultiCollector(BaseCollector):
             raise UsageError(
                 f"worker_ids {unknown} do not exist; workers are 0 to {self.num_workers - 1}."
             )
-        self._block.publish({} if source is None else source, self._version + 1, numbers)
+        block, later = self._block, self._publishes_later()
+        block.publish({} if source is None else source, self._version + 1, numbers, later)
         self._version += 1
         if wait:
+            if later:
+                self._settle()
             for number, answer in self._crew.call(dict.fromkeys(numbers, Acknowledge())).items():
                 if isinstance(answer, (Failed, Died)):
                     self._mend(number, answer)
         return self._version
+
+    def _publishes_later(self) -> bool:
+        """Tell whether there are rollouts under way that are not to see new weights."""
+        return False
 
     def _module(self) -> torch.nn.Module | None:
         return policy_module(self._policy)

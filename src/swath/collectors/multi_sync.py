@@ -131,6 +131,7 @@ class MultiSyncCollector(MultiCollector):
 
     def _begin(self, frames_left: float) -> None:
         """Order one rollout of each worker."""
+        self._block.direct()
         whole = self.frames_per_batch
         left = int(min(frames_left, whole))
         steps = [-(-plan.steps * left // whole) for plan in self._plans]
@@ -238,7 +239,14 @@ class MultiSyncCollector(MultiCollector):
 
     # -- between batches ------------------------------------------------------------------------
 
+    def _publishes_later(self) -> bool:
+        return self._round is not None and bool(self._round.waiting)
+
     def _settle(self) -> None:
+        self._end_round()
+        self._block.direct()
+
+    def _end_round(self) -> None:
         if self._round is not None:
             self._finish()
             done, self._round = self._round, None

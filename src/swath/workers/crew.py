@@ -27,6 +27,7 @@ from swath.links import ProcessLink, pack
 from swath.memory import SharedMemory
 from swath.workers.body import main
 from swath.workers.messages import Built, Close, Died, Done, Failed, Job, Ready, State
+from swath.workers.shield import Shield
 
 __all__ = ["Crew"]
 
@@ -50,6 +51,7 @@ class Crew:
         self._listening = threading.RLock()
         self._closing = threading.Lock()  # taken once, for ever
         self._bell = os.pipe()
+        self.shield = Shield()
         self._owner = os.getpid()
 
     def __len__(self) -> int:
@@ -146,7 +148,8 @@ class Crew:
             sources: dict[Any, int] = {}
             for number, link in self._links.items():
                 sources[link] = sources[link.sentinel] = number
-            ready = _waited([*sources, self._bell[0]], self._patience())
+            with self.shield.lifted():
+                ready = _waited([*sources, self._bell[0]], self._patience())
             for number in dict.fromkeys(sources[one] for one in ready if one in sources):
                 self._hear(number, self._links[number] in ready)
             self._kill_late()
