@@ -100,6 +100,8 @@ def send_until_gone(channel, body):
         channel.send(body)
 
 
-def test_closing_twice_is_nothing(ends):
+def test_closing_twice_is_nothing_and_sending_then_is_an_eof_error(ends):
     ends[0].close()
     ends[0].close()
+    with pytest.raises(EOFError):
+        ends[0].send("too late")

@@ -170,6 +170,19 @@ def test_each_answer_has_the_whole_time():
         assert [crew.next()[1].steps for _ in range(3)] == [12, 12, 12]
 
 
+def test_answers_that_nobody_waits_for_any_more_are_not_taken_for_others():
+    with Started(lambda: SlowEnv(0.02), CountingEnv, steps=20) as crew:
+        crew.order(0, Collect(0, 20))
+        ctrl_c = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c.start()
+        with pytest.raises(KeyboardInterrupt):
+            crew.call({0: Acknowledge(), 1: Acknowledge()})
+        ctrl_c.join()
+        answers = crew.call({0: TakeState(), 1: TakeState()})
+        assert all(isinstance(one, State) for one in answers.values())
+        assert crew.next()[1].steps == 20
+
+
 def test_closing_wakes_who_listens_and_is_done_once():
     started = Started(lambda: SlowEnv(0.01), steps=1000)
     crew = started.crew

@@ -432,6 +432,8 @@ def _jobs(sources: Sequence[Any], policy: Any, options: Options, refreshes: bool
     makes_policy = options.policy_factory is not None
     policies = _each("policy_factory", options.policy_factory if makes_policy else policy, count)
     kwargs = _each("create_env_kwargs", options.create_env_kwargs, count)
+    for name in ("device", "env_device", "policy_device", "storing_device"):
+        _each(name, getattr(options, name), count)
     init_fn = pack(options.init_fn, "init_fn")
     parcels: dict[int, bytes] = {}  # the same object is packed once
 

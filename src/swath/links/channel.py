@@ -10,6 +10,7 @@ The end of the other side is an `EOFError`, here and there, at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import socket
@@ -21,6 +22,7 @@ __all__ = ["Channel"]
 
 _LENGTH = struct.Struct("=Q")
 _MOST_DESCRIPTORS = 8
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)  # the last: closed by another thread
 
 
 class Channel:
@@ -47,8 +49,10 @@ class Channel:
             parts = [_LENGTH.pack(len(body)), body]
             sent = socket.send_fds(self._socket, parts, list(descriptors))
             self._socket.sendall(memoryview(body)[sent - _LENGTH.size :])
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise EOFError("the other side is gone") from error
+        except OSError as error:
+            if error.errno in _GONE:
+                raise EOFError("the other side is gone") from error
+            raise
 
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message and return it with the files that came beside it."""

@@ -47,6 +47,7 @@ class Crew:
         self._links: dict[int, ProcessLink] = {}
         self._owing: dict[int, deque[float]] = {}
         self._reports: deque[tuple[int, Any]] = deque()
+        self._unwanted: dict[int, int] = {}
         self._ended: dict[int, Died] = {}
         self._listening = threading.RLock()
         self._closing = threading.Lock()  # taken once, for ever
@@ -70,6 +71,7 @@ class Crew:
             self._check_open()
             self._links[number] = ProcessLink(main, pack(self._jobs[number], "the job"))
             self._owing[number] = deque([monotonic()])
+            self._unwanted[number] = 0
 
     def dismiss(self, number: int) -> None:
         """End a worker, whatever it is doing, and forget what it has said."""
@@ -126,20 +128,27 @@ class Crew:
     def answers(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Wait for one answer from each of these workers."""
         found: dict[int, Any] = {}
-        while True:
-            kept: deque[tuple[int, Any]] = deque()
-            for number, report in self._reports:
-                final = isinstance(report, (*_ANSWERS, Died)) or (
-                    isinstance(report, Failed) and report.slab is None
-                )
-                if number in numbers and number not in found and final:
-                    found[number] = report
-                else:
-                    kept.append((number, report))
-            self._reports = kept
-            if len(found) == len(set(numbers)):
-                return found
-            self._listen()
+        with self.shield:
+            try:
+                while not self._find(found, numbers):
+                    self._listen()
+            except KeyboardInterrupt:
+                for number in set(numbers) - set(found):
+                    self._unwanted[number] += 1
+                raise
+        return found
+
+    def _find(self, found: dict[int, Any], numbers: Sequence[int]) -> bool:
+        """Take answers out of the reports; True when all are there."""
+        kept: deque[tuple[int, Any]] = deque()
+        for number, report in self._reports:
+            final = _is_answer(report) or isinstance(report, Died)
+            if number in numbers and number not in found and final:
+                found[number] = report
+            else:
+                kept.append((number, report))
+        self._reports = kept
+        return len(found) == len(set(numbers))
 
     def _listen(self) -> None:
         """Wait until there is something new and put it in the queue of reports."""
@@ -162,7 +171,11 @@ class Crew:
         link = self._links[number]
         if spoke:
             try:
-                self._reports.append((number, link.receive()))
+                report = link.receive()
+                if self._unwanted[number] and _is_answer(report):  # who asked was interrupted
+                    self._unwanted[number] -= 1
+                else:
+                    self._reports.append((number, report))
                 if self._owing[number]:
                     self._owing[number].popleft()
                 if self._owing[number]:  # it begins with the next one now
@@ -219,6 +232,10 @@ class Crew:
                 link.close(max(0.0, deadline - monotonic()))
             for end in self._bell:
                 os.close(end)
+
+
+def _is_answer(report: Any) -> bool:
+    return isinstance(report, _ANSWERS) or (isinstance(report, Failed) and report.slab is None)
 
 
 def _waited(sources: Sequence[Any], timeout: float | None) -> list[Any]:

@@ -20,18 +20,25 @@ class Shield:
     """Holds Ctrl-C back in the main thread; elsewhere Python raises none."""
 
     def __init__(self) -> None:
+        self._depth = 0
         self._handler: Any = None
         self._noted: tuple[Any, ...] | None = None
 
     def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         handler = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(handler):
+        if self._depth == 0 and callable(handler):
             self._handler = handler
             signal.signal(signal.SIGINT, self._note)
+        self._depth += 1
 
     def __exit__(self, *exc_info: object) -> None:
-        handler, self._handler = self._handler, None
-        if handler is not None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if self._depth == 0 and self._handler is not None:
+            handler, self._handler = self._handler, None
             signal.signal(signal.SIGINT, handler)
             self._pass_on(handler)
 
