@@ -409,6 +409,7 @@ def test_an_exception_in_the_loop_body_leaves_nothing(kind):
     assert kit.gone(pids, 0.1)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_of_the_learner_does_not_end_its_workers():
     with make("sync", [CountingEnv] * 2) as collector:
         batches = [collector.next()]
