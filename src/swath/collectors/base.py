@@ -80,6 +80,8 @@ class BaseCollector(abc.ABC):
         """Return the next batch in a tuple, since a batch may be None with a replay buffer."""
         self._check_open()
         started = perf_counter()
+        if self.options.update_at_each_batch and self._batches:
+            self.update_policy_weights_()
         batch = self._rollout() if self._assembler is None else self._whole_trajectories()
         if batch is None:
             return None
@@ -94,8 +96,6 @@ class BaseCollector(abc.ABC):
         if options.replay_buffer is not None:
             options.replay_buffer.extend(batch)
             batch = None
-        if options.update_at_each_batch:
-            self.update_policy_weights_()
         self._seconds += perf_counter() - started
         if self._bar is not None:
             self._bar.update(self.stats(), done=self._frames_left() <= 0)

@@ -15,7 +15,7 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -29,7 +29,7 @@ from swath.collectors.options import Options
 from swath.collectors.single import checked_seed, plan_of
 from swath.envs import is_env
 from swath.errors import UsageError
-from swath.links import pack
+from swath.links import pack, unpack
 from swath.memory import Layout, SharedMemory, Slab
 from swath.memory.weights import WeightBlock
 from swath.observe import Episodes, Shares
@@ -117,7 +117,7 @@ class MultiCollector(BaseCollector):
     def _plan(self) -> list[Plan]:
         """Return what each worker is to do."""
         plans = []
-        quotas = _split(self.options.init_random_frames, self._envs)
+        quotas = _split(self.options.init_random_frames, self._firsts, self._envs)
         for number, (steps, quota) in enumerate(zip(self._steps(), quotas, strict=True)):
             plan = plan_of(self.options, steps)
             plans.append(
@@ -179,10 +179,14 @@ class MultiCollector(BaseCollector):
     def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
         if self._first_collect is None:
             self._first_collect = perf_counter()
-        if self._held:
-            return self._held.popleft()
-        self._detach_unused()
-        return self._gather(frames_left)
+        with self._crew.shield:  # Ctrl-C finds the batch held, or still in the making
+            if not self._held:
+                self._detach_unused()
+                answer = self._gather(frames_left)
+                if answer is None:
+                    return None
+                self._held.append(answer)
+        return self._held.popleft()
 
     @abc.abstractmethod
     def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
@@ -199,10 +203,21 @@ class MultiCollector(BaseCollector):
         self._open_ids[worker] = rolled.open_ids
         self._made[worker] += rolled.frames
 
+    @abc.abstractmethod
+    def _mend(self, worker: int, event: Failed | Died) -> None:
+        """Restart a worker that failed and order again what it owes; otherwise raise."""
+
     def _recovered(self, worker: int, event: Failed | Died) -> None:
         """Restart a worker that failed, or raise what happened."""
         if not self._supervisor.forgives():
             raise self._supervisor.error(worker, event)
+        try:
+            self._restart(worker)
+        except KeyboardInterrupt:
+            self._crew.tell_again(worker, event)  # so that who goes on begins with it
+            raise
+
+    def _restart(self, worker: int) -> None:
         self._supervisor.lost_trajectories.extend(self._open_ids.pop(worker, ()))
         self._supervisor.lost_rollouts += 1
         if self._assembler is not None:
@@ -270,13 +285,20 @@ class MultiCollector(BaseCollector):
             raise UsageError(
                 f"worker_ids {unknown} do not exist; workers are 0 to {self.num_workers - 1}."
             )
-        self._block.publish({} if source is None else source, self._version + 1, numbers)
+        block, later = self._block, self._publishes_later()
+        block.publish({} if source is None else source, self._version + 1, numbers, later)
         self._version += 1
         if wait:
+            if later:
+                self._settle()
             for number, answer in self._crew.call(dict.fromkeys(numbers, Acknowledge())).items():
                 if isinstance(answer, (Failed, Died)):
-                    self._recovered(number, answer)
+                    self._mend(number, answer)
         return self._version
+
+    def _publishes_later(self) -> bool:
+        """Tell whether there are rollouts under way that are not to see new weights."""
+        return False
 
     def _module(self) -> torch.nn.Module | None:
         return policy_module(self._policy)
@@ -335,6 +357,7 @@ class MultiCollector(BaseCollector):
             "held": [(batch.clone(), frames) for batch, frames in self._held],
             "incarnation": next(self._incarnations),
             "version": self._version,
+            "made": list(self._made),
             "episodes": self._episodes.state_dict(),
         }
 
@@ -351,9 +374,11 @@ class MultiCollector(BaseCollector):
         self._held = deque(state["held"])
         self._incarnations = itertools.count(state["incarnation"])
         self._episodes.load_state_dict(state["episodes"])
-        module, self._version = self._module(), state["version"]
-        if module is not None:  # for workers that are restarted later
-            self._block.publish(module, self._version, range(self.num_workers))
+        self._version, self._made = state["version"], list(state["made"])
+        versions = [unpack(inner)[0]["version"] for inner in state["workers"]]
+        for version in set(versions):  # for workers that are restarted later
+            holders = [number for number, one in enumerate(versions) if one == version]
+            self._block.publish(unpack(state["workers"][holders[0]])[1], version, holders)
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End the collection and the workers; calling it again is nothing.
@@ -367,6 +392,8 @@ class MultiCollector(BaseCollector):
     def _shutdown(self) -> None:
         self._ender.detach()
         self._crew.close(self._grace)
+        for memory in (*self._described, self._block.memory):
+            memory.close_descriptor()
 
 
 def _sources(create_env_fn: Any, num_workers: int | None) -> list[Any]:
@@ -380,8 +407,7 @@ def _sources(create_env_fn: Any, num_workers: int | None) -> list[Any]:
         sources = list(create_env_fn)
     else:
         sources = [create_env_fn] * (num_workers or len(os.sched_getaffinity(0)))
-    for source in sources:
-        one = source[0] if isinstance(source, (list, tuple)) and source else source
+    for one in _flat(sources):
         if is_env(one) or not (isinstance(one, str) or callable(one)):
             raise UsageError(
                 f"the envs are {one!r}; workers make their own, so pass an id, a callable that "
@@ -392,12 +418,22 @@ def _sources(create_env_fn: Any, num_workers: int | None) -> list[Any]:
     return sources
 
 
+def _flat(makers: Sequence[Any]) -> Iterator[Any]:
+    for maker in makers:
+        if isinstance(maker, (list, tuple)):
+            yield from _flat(maker)
+        else:
+            yield maker
+
+
 def _jobs(sources: Sequence[Any], policy: Any, options: Options, refreshes: bool) -> list[Job]:
     """Return what each worker is to be, packed."""
     count = len(sources)
     makes_policy = options.policy_factory is not None
     policies = _each("policy_factory", options.policy_factory if makes_policy else policy, count)
     kwargs = _each("create_env_kwargs", options.create_env_kwargs, count)
+    for name in ("device", "env_device", "policy_device", "storing_device"):
+        _each(name, getattr(options, name), count)
     init_fn = pack(options.init_fn, "init_fn")
     parcels: dict[int, bytes] = {}  # the same object is packed once
 
@@ -428,14 +464,11 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-def _split(total: int, envs: Sequence[int]) -> list[int]:
-    """Share a number of frames among workers, by their envs; the sum is exact."""
-    shares, given = [], 0
-    for number in range(len(envs)):
-        upto = total * sum(envs[: number + 1]) // sum(envs)
-        shares.append(upto - given)
-        given = upto
-    return shares
+def _split(total: int, firsts: Sequence[int], envs: Sequence[int]) -> list[int]:
+    """Share the first frames of all envs, in order of time and then of env, among workers."""
+    steps, rest = divmod(total, sum(envs))
+    pairs = zip(firsts, envs, strict=True)
+    return [steps * count + min(max(rest - first, 0), count) for first, count in pairs]
 
 
 def _check_equal(first: Ready, other: Ready, number: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDict
@@ -19,6 +21,18 @@ __all__ = ["AsyncCollector", "MultiAsyncCollector"]
 
 _AHEAD = 2
 """Rollouts of one worker that are ordered or wait to be delivered: it fills one meanwhile."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """A rollout that is under way or waits to be delivered."""
+
+    number: int
+    worker: int
+    slab: Slab
+    steps: int
+    version: int
+    """The newest at that time."""
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -47,8 +61,9 @@ class MultiAsyncCollector(MultiCollector):
     _refreshes = True
 
     def _start(self) -> None:
-        self._ordered: list[deque[tuple[Slab, int]]] = [deque() for _ in range(self.num_workers)]
-        self._ready: deque[tuple[int, Slab, Rolled]] = deque()
+        self._ordered: list[deque[_Order]] = [deque() for _ in range(self.num_workers)]
+        self._ready: list[tuple[_Order, TensorDict, int]] = []
+        self._order_numbers = itertools.count()
         self._frozen: set[int] = set()
         super()._start()
         self._pools = [self._new_pool(worker) for worker in range(self.num_workers)]
@@ -75,29 +90,49 @@ class MultiAsyncCollector(MultiCollector):
     # -- a batch --------------------------------------------------------------------------------
 
     def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
-        self._order(frames_left)
-        while not self._ready:
+        self._order(frames_left, 1)
+        while (place := self._next()) is None:
             if not any(self._ordered):
                 return None
             self._listen()
-            self._order(frames_left)
-        answer = self._lent(*self._ready.popleft())
-        self._order(frames_left - answer[1])
-        return answer
+            self._order(frames_left, 1)
+        _, batch, frames = self._ready.pop(place)
+        self._order(frames_left - frames, 0)
+        return batch, frames
 
-    def _lent(self, worker: int, slab: Slab, rolled: Rolled) -> tuple[TensorDict, int]:
-        filled = Filled(slab, rolled.steps, rolled.frames)
+    def _next(self) -> int | None:
+        """Return which of the rollouts that are ready is delivered; None to wait for another.
+
+        First come, first served, unless that would make one that was ordered before too old.
+        """
+        if self.options.max_lag is None:
+            return 0 if self._ready else None
+        under_way = [one for orders in self._ordered for one in orders]
+        under_way = sorted([*under_way, *[one[0] for one in self._ready]], key=lambda o: o.number)
+        for place, (order, _, _) in enumerate(self._ready):
+            others = [one for one in under_way if one is not order]
+            lags = (self._version + 1 + n - one.version for n, one in enumerate(others))
+            if order is under_way[0] or all(lag <= self.options.max_lag for lag in lags):
+                return place
+        return None
+
+    def _lent(self, worker: int, filled: Filled) -> TensorDict:
         interface = self._forms.interface
         lead = (self._envs[worker],) if interface.batched else ()
-        return lend(self._pools[worker], filled, interface.observations, lead), rolled.frames
+        return lend(self._pools[worker], filled, interface.observations, lead)
 
-    def _order(self, frames_left: float) -> None:
-        """Order as many rollouts as may be under way, for those first who have fewest."""
-        waiting = [sum(one[0] == w for one in self._ready) for w in range(self.num_workers)]
-        left = frames_left - sum(rolled.frames for _, _, rolled in self._ready)
+    def _order(self, frames_left: float, wanted: int) -> None:
+        """Order as many rollouts as may be under way, for those first who have fewest.
+
+        Args:
+            frames_left: How many frames may be delivered yet.
+            wanted: How many batches are delivered before new weights can come: 1 or 0.
+        """
+        waiting = [sum(one[0].worker == w for one in self._ready) for w in range(self.num_workers)]
+        left = frames_left - sum(frames for _, _, frames in self._ready)
         for worker, orders in enumerate(self._ordered):
-            left -= sum(steps * self._envs[worker] for _, steps in orders)
-        most = None if self.options.max_lag is None else self.options.max_lag + 1
+            left -= sum(order.steps * self._envs[worker] for order in orders)
+        most = None if self.options.max_lag is None else self.options.max_lag + wanted
         busy = [waiting[w] + len(self._ordered[w]) for w in range(self.num_workers)]
         while left > 0 and (most is None or sum(busy) < most):
             free = [w for w in range(self.num_workers) if w not in self._frozen]
@@ -111,7 +146,8 @@ class MultiAsyncCollector(MultiCollector):
             left -= steps * envs
 
     def _send(self, worker: int, slab: Slab, steps: int) -> None:
-        self._ordered[worker].append((slab, steps))
+        order = _Order(next(self._order_numbers), worker, slab, steps, self._version)
+        self._ordered[worker].append(order)
         self._crew.order(worker, Collect(slab.number, steps))
 
     def _listen(self) -> None:
@@ -119,54 +155,44 @@ class MultiAsyncCollector(MultiCollector):
         worker, report = self._crew.next()
         if isinstance(report, Rolled):
             self._count(worker, report)
-            slab, _ = self._ordered[worker].popleft()
+            order = self._ordered[worker].popleft()
             if report.all_frozen:
                 self._frozen.add(worker)
             if report.frames:
-                self._ready.append((worker, slab, report))
+                batch = self._lent(worker, Filled(order.slab, report.steps, report.frames))
+                self._ready.append((order, batch, report.frames))
             else:
-                self._pools[worker].give_back(slab)
+                self._pools[worker].give_back(order.slab)
         elif isinstance(report, (Failed, Died)):
             self._mend(worker, report)
 
     def _mend(self, worker: int, event: Failed | Died) -> None:
-        """Restart a worker and order again; otherwise raise, and keep what is whole."""
         orders = self._ordered[worker]
         try:
             self._recovered(worker, event)
-        except BaseException:
+        except Exception:
             if isinstance(event, Died):
                 orders.clear()
-            else:
-                slab, _ = orders.popleft()
-                filled = Filled(slab, event.steps, event.frames, event.mask)
-                self._keep(worker, filled)
+            elif event.slab is not None:
+                order = orders.popleft()
+                if event.steps:  # what is whole, for `partial`
+                    filled = Filled(order.slab, event.steps, event.frames, event.mask)
+                    kept = (self._lent(worker, filled), event.frames)
+                    self._broken_rollouts.append(kept)
             raise
-        again = [steps for _, steps in orders]
+        again = [order.steps for order in orders]
         orders.clear()
         self._pools[worker] = self._new_pool(worker)
         for steps in again:
             self._send(worker, self._pools[worker].take(), steps)
 
-    def _keep(self, worker: int, filled: Filled) -> None:
-        """Keep what is whole of a broken rollout for `partial`."""
-        if filled.steps:
-            interface = self._forms.interface
-            lead = (self._envs[worker],) if interface.batched else ()
-            batch = lend(self._pools[worker], filled, interface.observations, lead)
-            self._broken_rollouts.append((batch, filled.frames))
-
     # -- between batches ------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        for worker in range(self.num_workers):
-            self._crew.interrupt(worker)
         while any(self._ordered):
             self._listen()
-        for worker in range(self.num_workers):
-            self._crew.interrupt(worker, False)
-        while self._ready:
-            self._held.append(self._lent(*self._ready.popleft()))
+        self._held.extend(one[1:] for one in self._ready)
+        self._ready.clear()
 
 
 class AsyncCollector(MultiAsyncCollector):

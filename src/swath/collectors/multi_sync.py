@@ -131,13 +131,13 @@ class MultiSyncCollector(MultiCollector):
 
     def _begin(self, frames_left: float) -> None:
         """Order one rollout of each worker."""
-        share = min(1.0, frames_left / self.frames_per_batch)
-        steps = [int(-(-plan.steps * share // 1)) for plan in self._plans]
-        if len(set(steps)) == 1:
-            steps = [min(steps[0], int(-(-min(frames_left, 1 << 62) // sum(self._envs))))] * len(
-                steps
-            )
+        self._block.direct()
+        whole = self.frames_per_batch
+        left = int(min(frames_left, whole))
+        steps = [-(-plan.steps * left // whole) for plan in self._plans]
         slab = self._pool.take()
+        if self._supervisor.restart and slab.memory.descriptor is None:  # type: ignore[attr-defined]
+            slab = self._pool.make()  # one that a restarted worker can be given
         self._round = _Round(slab, steps, set(range(self.num_workers)))
         for worker, count in enumerate(steps):
             self._crew.interrupt(worker, False)
@@ -157,7 +157,12 @@ class MultiSyncCollector(MultiCollector):
                 current.waiting.discard(worker)
                 self._preempt(current)
             elif isinstance(report, (Failed, Died)):
-                self._mend(current, worker, report)
+                told = current.failed
+                try:
+                    self._mend(worker, report)
+                except Exception:
+                    if not told:  # the first failure of a round is the one that is told
+                        raise
 
     def _preempt(self, current: _Round) -> None:
         """Stop those who are not done once enough are."""
@@ -166,23 +171,29 @@ class MultiSyncCollector(MultiCollector):
             for worker in current.waiting:
                 self._crew.interrupt(worker)
 
-    def _mend(self, current: _Round, worker: int, event: Failed | Died) -> None:
-        """Restart a worker and order its part again; otherwise raise, and stop the others."""
+    def _mend(self, worker: int, event: Failed | Died) -> None:
+        current = self._round
         try:
             self._recovered(worker, event)
-        except BaseException:
-            current.failed = True
-            if isinstance(event, Failed) and event.slab is not None:
-                current.rows[worker] = event.steps
-                if event.mask is not None:
-                    current.masks[worker] = event.mask
-            current.waiting.discard(worker)
-            for other in current.waiting:
-                self._crew.interrupt(other)
+        except Exception:
+            if current is not None:
+                self._give_up(current, worker, event)
             raise
         self._pool = SlabPool(self._pool.make)
-        self._attach(current.slab, worker, self._spans[worker])
-        self._crew.order(worker, Collect(current.slab.number, current.steps[worker]))
+        if current is not None and worker in current.waiting:
+            self._attach(current.slab, worker, self._spans[worker])
+            self._crew.order(worker, Collect(current.slab.number, current.steps[worker]))
+
+    def _give_up(self, current: _Round, worker: int, event: Failed | Died) -> None:
+        """Note what is whole of a round that fails, and stop the others."""
+        current.failed = True
+        if isinstance(event, Failed) and event.slab is not None:
+            current.rows[worker] = event.steps
+            if event.mask is not None:
+                current.masks[worker] = event.mask
+        current.waiting.discard(worker)
+        for other in current.waiting:
+            self._crew.interrupt(other)
 
     def _batch(self, done: _Round) -> tuple[TensorDict, int]:
         """Return a round as a batch, and its frames."""
@@ -228,7 +239,14 @@ class MultiSyncCollector(MultiCollector):
 
     # -- between batches ------------------------------------------------------------------------
 
+    def _publishes_later(self) -> bool:
+        return self._round is not None and bool(self._round.waiting)
+
     def _settle(self) -> None:
+        self._end_round()
+        self._block.direct()
+
+    def _end_round(self) -> None:
         if self._round is not None:
             self._finish()
             done, self._round = self._round, None

@@ -84,7 +84,8 @@ class Options:
     cudagraph_policy: bool = False
     """Run the policy in a CUDA graph; needs a policy on a CUDA device."""
     update_at_each_batch: bool = False
-    """Publish the weights after each batch, as `update_policy_weights_()` does."""
+    """Publish the weights between two batches, when you ask for the next, as
+    `update_policy_weights_()` does."""
     device: str | torch.device | None = None
     """Sets the three below where they are not given."""
     env_device: str | torch.device | None = None

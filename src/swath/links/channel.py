@@ -10,6 +10,7 @@ The end of the other side is an `EOFError`, here and there, at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import socket
@@ -21,6 +22,7 @@ __all__ = ["Channel"]
 
 _LENGTH = struct.Struct("=Q")
 _MOST_DESCRIPTORS = 8
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)  # the last: closed by another thread
 
 
 class Channel:
@@ -43,14 +45,21 @@ class Channel:
         """Send a message, and open files beside it."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
-            socket.send_fds(self._socket, [_LENGTH.pack(len(body))], list(descriptors))
-            self._socket.sendall(body)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise EOFError("the other side is gone") from error
+            # In one call, mostly: then Ctrl-C cannot come in between.
+            parts = [_LENGTH.pack(len(body)), body]
+            sent = socket.send_fds(self._socket, parts, list(descriptors))
+            self._socket.sendall(memoryview(body)[sent - _LENGTH.size :])
+        except OSError as error:
+            if error.errno in _GONE:
+                raise EOFError("the other side is gone") from error
+            raise
 
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message and return it with the files that came beside it."""
-        head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MOST_DESCRIPTORS)
+        try:
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MOST_DESCRIPTORS)
+        except ConnectionResetError:  # it was killed before it had read all that we sent
+            head, descriptors = b"", []
         if not head:
             raise EOFError("the other side is gone")
         head += self._exactly(_LENGTH.size - len(head))

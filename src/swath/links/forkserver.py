@@ -25,7 +25,6 @@ import struct
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from swath.links.channel import Channel, close_all
 
@@ -63,6 +62,8 @@ def serve(requests: socket.socket, parent: int) -> None:
     if watched is not None:
         selector.register(watched, selectors.EVENT_READ)
     statuses: dict[int, int] = {}
+    own = [end.fileno() for end in (requests, alarm, wakeup, selector)]
+    own += [] if watched is None else [watched]
     while True:
         ready = {key.fileobj for key, _ in selector.select()}
         if watched in ready:
@@ -70,8 +71,9 @@ def serve(requests: socket.socket, parent: int) -> None:
         if alarm in ready:
             alarm.recv(4096)
         _reap(statuses)
-        if requests in ready and not _answer(requests, statuses, [alarm, wakeup, selector]):
+        if requests in ready and not _answer(requests, statuses, own):
             break
+    signal.set_wakeup_fd(-1)
     for pid in statuses:
         os.kill(pid, signal.SIGKILL)
 
@@ -110,8 +112,8 @@ def _reap(statuses: dict[int, int]) -> None:
         os.close(descriptor)
 
 
-def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[Any]) -> bool:
-    """Fork one worker; False if nobody is there to ask any more."""
+def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[int]) -> bool:
+    """Fork one worker, without our own descriptors; False if nobody asks any more."""
     head, descriptors, _, _ = socket.recv_fds(requests, 1, 8)
     if not head:
         return False
@@ -121,9 +123,7 @@ def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[Any
     if pid == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for thing in (requests, *own):
-            thing.close()
-        close_all([status, *statuses.values()])
+        close_all([status, *statuses.values(), *own])
         become_worker(for_worker, server)
     close_all(for_worker)
     statuses[pid] = status

@@ -69,7 +69,8 @@ def ending(code: int) -> str:
     """Return how a process ended, in words."""
     if code >= 0:
         return f"ended by itself with exit code {code}; look for os._exit or sys.exit."
-    name = signal.Signals(-code).name
+    known = {one.value: one.name for one in signal.Signals}
+    name = known.get(-code, f"signal {-code}")
     hints = {
         "SIGKILL": " (often because the machine ran out of memory)",
         "SIGSEGV": " (a crash in native code of an env or a library)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -58,12 +58,20 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     elif inspect.ismethod(thing):
         yield ".__self__", thing.__self__
     elif inspect.isfunction(thing):
-        used = inspect.getclosurevars(thing)
-        yield from (
-            (f" > {key}", value) for key, value in {**used.nonlocals, **used.globals}.items()
-        )
+        yield from ((f" > {key}", value) for key, value in _used(thing).items())
     elif not isinstance(thing, type):
         yield from ((f".{key}", value) for key, value in getattr(thing, "__dict__", {}).items())
+
+
+def _used(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the values that a function brings along, by name."""
+    parameters = inspect.signature(function).parameters.values()
+    found = {one.name: one.default for one in parameters if one.default is not one.empty}
+    try:
+        used = inspect.getclosurevars(function)
+    except ValueError:  # of a name that has no value yet
+        return found
+    return {**found, **used.nonlocals, **used.globals}
 
 
 class RemoteTraceback(Exception):

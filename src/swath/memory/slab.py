@@ -13,8 +13,8 @@ nothing that somebody can still see is ever overwritten; who keeps every batch g
 
 from __future__ import annotations
 
-import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections import deque
@@ -30,6 +30,7 @@ from swath.tree import Key, nest
 
 __all__ = ["HeapMemory", "Memory", "SharedMemory", "Slab", "SlabPool"]
 
+_DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 _ROWS_KEPT = 4096
 """Row views are made once per slab up to this many rows; more would cost too much memory."""
 
@@ -84,8 +85,10 @@ class SharedMemory(_ArrayMemory):
     def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
         self.nbytes = nbytes
         self.descriptor: int | None = _anonymous(nbytes) if descriptor is None else descriptor
-        block = mmap.mmap(self.descriptor, max(nbytes, 1))
-        self.array = np.frombuffer(block, np.uint8, nbytes)
+        # Not by `mmap`, which keeps a descriptor of its own for as long as the memory lives.
+        path = f"{_DESCRIPTORS}/{self.descriptor}"
+        block = torch.from_file(path, shared=True, size=max(nbytes, 1), dtype=torch.uint8)
+        self.array = block.numpy()[:nbytes]
 
     def close_descriptor(self) -> None:
         """Give the descriptor back; the memory stays mapped."""

@@ -2,14 +2,14 @@
 
 ```
  words:   target of reader 0, 1, ... | stamp of buffer 0, 1, ...
- buffers: | all tensors | all tensors | ...        two more than there are readers
+ buffers: | all tensors | all tensors | ...        two for each reader, and two
 ```
 
 The publisher writes into a buffer that no reader is directed to, then directs readers there by
-storing one word each: version and buffer in one. A buffer's stamp is odd while it is written, so a
-reader that was so slow that its buffer was written again sees that, and takes the newer one. No
-reader ever waits, and none can hold the publisher up, dead or alive. Buffers that were never used
-take no memory.
+storing one word each: version and buffer in one. A buffer's stamp tells the version that it holds,
+and none while it is written, so a reader that was so slow that its buffer was written again sees
+that, and takes the newer one. No reader ever waits, and none can hold the publisher up, dead or
+alive. Buffers that were never used take no memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from swath.memory.layout import ALIGNMENT
 from swath.memory.slab import SharedMemory
 
 __all__ = ["WeightBlock", "WeightSpec", "copy_weights", "named_weights"]
+
+_WRITING = -1
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class WeightBlock:
     """
 
     def __init__(self, spec: WeightSpec, readers: int, memory: SharedMemory | None = None) -> None:
-        self._spec, self._readers, self._count = spec, readers, readers + 2
+        self._spec, self._readers, self._count = spec, readers, 2 * readers + 2
         places, size = {}, 0
         for name, (shape, dtype) in spec.shapes.items():
             places[name] = size
@@ -118,27 +120,50 @@ class WeightBlock:
             }
             for number in range(self._count)
         ]
-        self._order = list(range(self._count))  # the least recently used first
-        self._fence = threading.Lock()
+        # Those in use, the least recently used first. With a third one, a reader is overtaken only
+        # by two publications; more are taken when readers are directed to different versions.
+        self._order = list(range(min(3, self._count)))
+        self._later: dict[int, int] = {}
+        self._publishing, self._fence = threading.RLock(), threading.Lock()
 
     @torch.no_grad()
-    def publish(self, source: Any, version: int, readers: Sequence[int]) -> None:
-        """Copy weights into the block, once, and direct these readers to them."""
+    def publish(
+        self, source: Any, version: int, readers: Sequence[int], later: bool = False
+    ) -> None:
+        """Copy weights into the block, once, and direct these readers to them, or `later`."""
         fitting = self._spec.fit(source)
-        taken = {int(word) % self._count for word in self._words[: self._readers]}
+        with self._publishing:
+            number = self._free()
+            self._write(number, fitting, version)
+            self._later.update(dict.fromkeys(readers, version * self._count + number))
+            if not later:
+                self.direct()
+
+    def _free(self) -> int:
+        """Return a buffer that nobody is directed to."""
+        words = [*self._words[: self._readers].tolist(), *self._later.values()]
+        taken = {word % self._count for word in words}
         newest = self._order[-1]
-        number = next(one for one in self._order if one not in taken and one != newest)
-        self._stamps[number] += 1
+        free = (one for one in self._order if one not in taken and one != newest)
+        return next(free, len(self._order))
+
+    def _write(self, number: int, fitting: Mapping[str, torch.Tensor], version: int) -> None:
+        newest = self._order[-1]
+        self._stamps[number] = _WRITING
         self._ordered()
         for name, view in self._buffers[number].items():
             view.copy_(fitting[name] if name in fitting else self._buffers[newest][name])
         self._ordered()
-        self._stamps[number] += 1
+        self._stamps[number] = version
         self._ordered()
-        for reader in readers:
-            self._words[reader] = version * self._count + number
-        self._order.remove(number)
-        self._order.append(number)
+        self._order = [*(one for one in self._order if one != number), number]
+
+    def direct(self) -> None:
+        """Direct readers to what was published for them by now."""
+        with self._publishing:
+            for reader, word in self._later.items():
+                self._words[reader] = word
+            self._later.clear()
 
     def newest(self, reader: int) -> int:
         """Return the version that a reader is directed to."""
@@ -150,14 +175,17 @@ class WeightBlock:
         while True:
             word = int(self._words[reader])
             version, number = divmod(word, self._count)
-            before = int(self._stamps[number])
-            self._ordered()
-            if before % 2 == 0:
+            if self._holds(number, version):
                 for name, view in self._buffers[number].items():
                     into[name].copy_(view)
-                self._ordered()
-                if int(self._stamps[number]) == before:
+                if self._holds(number, version):
                     return version
+
+    def _holds(self, number: int, version: int) -> bool:
+        self._ordered()
+        stamp = int(self._stamps[number])
+        self._ordered()
+        return stamp == version
 
     def _ordered(self) -> None:
         """Keep processors that reorder memory accesses from doing so here: a lock does."""

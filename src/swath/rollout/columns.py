@@ -163,7 +163,9 @@ def fill_ids(
     return next_id + len(ends)
 
 
-def final_table(slab: Slab, observations: Sequence[Leaf], steps: int) -> NonTensorData:
+def final_table(
+    slab: Slab, observations: Sequence[Leaf], steps: int, mask: np.ndarray | None = None
+) -> NonTensorData:
     """Return the observations that no other row of a compact rollout holds, and point to them.
 
     These are the last observations of ended trajectories and those after the last row. Column
@@ -171,6 +173,10 @@ def final_table(slab: Slab, observations: Sequence[Leaf], steps: int) -> NonTens
     """
     ends = slab.arrays[keys.NEXT_DONE][:steps, :, 0].copy()
     ends[steps - 1 :] = True
+    if mask is None and keys.MASK in slab.arrays:
+        mask = slab.arrays[keys.MASK][:steps]
+    if mask is not None:  # some envs have fewer rows
+        ends[:-1] |= mask[:-1] & ~mask[1:]
     index = slab.arrays[keys.FINAL][:steps]
     index.fill(-1)
     index[ends] = np.arange(int(ends.sum()))

@@ -495,7 +495,7 @@ def lend(
     slab, steps = filled.slab, filled.steps
     table = None
     if keys.FINAL in slab.arrays:
-        table = columns.final_table(slab, observations, steps)
+        table = columns.final_table(slab, observations, steps, filled.mask)
     batch = pool.lend(slab, steps, lead)
     if table is not None:
         batch.set(keys.FINAL_OBS, table)

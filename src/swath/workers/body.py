@@ -120,7 +120,7 @@ class Worker:
         self._slabs[message.slab] = slab
 
     def _detach(self, message: Detach) -> None:
-        del self._slabs[message.slab]
+        self._slabs.pop(message.slab, None)  # it may be another worker's, or of one before us
 
     def _use_block(self, message: Weights, memory: SharedMemory) -> None:
         self._block = WeightBlock(message.spec, message.readers, memory)
@@ -139,6 +139,7 @@ class Worker:
         self._port.send(Done())
 
     def _take_state(self, message: TakeState) -> None:
+        self._runner.version = self._newest()  # as the next rollout would
         weights = {name: value.detach() for name, value in self._weights.items()}
         self._port.send(State(pack((self._runner.state_dict(), weights), "the state")))
 

@@ -27,6 +27,7 @@ from swath.links import ProcessLink, pack
 from swath.memory import SharedMemory
 from swath.workers.body import main
 from swath.workers.messages import Built, Close, Died, Done, Failed, Job, Ready, State
+from swath.workers.shield import Shield
 
 __all__ = ["Crew"]
 
@@ -46,9 +47,13 @@ class Crew:
         self._links: dict[int, ProcessLink] = {}
         self._owing: dict[int, deque[float]] = {}
         self._reports: deque[tuple[int, Any]] = deque()
+        self._unwanted: dict[int, int] = {}
+        self._ended: dict[int, Died] = {}
         self._listening = threading.RLock()
-        self._closing = False
+        self._closing = threading.Lock()  # taken once, for ever
         self._bell = os.pipe()
+        self.shield = Shield()
+        self._owner = os.getpid()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -62,16 +67,24 @@ class Crew:
 
     def launch(self, number: int) -> None:
         """Start a worker; it will answer `Built`."""
-        self._links[number] = ProcessLink(main, pack(self._jobs[number], "the job"))
-        self._owing[number] = deque([monotonic()])
+        with self._listening:
+            self._check_open()
+            self._links[number] = ProcessLink(main, pack(self._jobs[number], "the job"))
+            self._owing[number] = deque([monotonic()])
+            self._unwanted[number] = 0
 
     def dismiss(self, number: int) -> None:
-        """End a worker, whatever it is doing."""
+        """End a worker, whatever it is doing, and forget what it has said."""
         link = self._links.pop(number, None)
         if link is not None:
             link.kill()
             link.close()
         self._reports = deque(one for one in self._reports if one[0] != number)
+
+    def tell_again(self, number: int, report: Any) -> None:
+        """End a worker and let this report of it be the next that is heard."""
+        self.dismiss(number)
+        self._reports.appendleft((number, report))
 
     def tell(self, number: int, message: Any, memories: Sequence[SharedMemory] = ()) -> None:
         """Send a message that has no answer; if the worker is gone, the next wait says so."""
@@ -83,10 +96,12 @@ class Crew:
                 pass
 
     def order(self, number: int, message: Any) -> None:
-        """Send a message that will be answered."""
+        """Send a message that will be answered; by how it ended, if the worker is gone."""
         if number in self._links:
             self._owing[number].append(monotonic())
             self.tell(number, message)
+        elif number in self._ended:
+            self._reports.append((number, self._ended[number]))
 
     def interrupt(self, number: int, on: bool = True) -> None:
         """Ask a worker to end its rollout after the step that it is in."""
@@ -113,39 +128,54 @@ class Crew:
     def answers(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Wait for one answer from each of these workers."""
         found: dict[int, Any] = {}
-        while True:
-            kept: deque[tuple[int, Any]] = deque()
-            for number, report in self._reports:
-                final = isinstance(report, (*_ANSWERS, Died)) or (
-                    isinstance(report, Failed) and report.slab is None
-                )
-                if number in numbers and number not in found and final:
-                    found[number] = report
-                else:
-                    kept.append((number, report))
-            self._reports = kept
-            if len(found) == len(set(numbers)):
-                return found
-            self._listen()
+        with self.shield:
+            try:
+                while not self._find(found, numbers):
+                    self._listen()
+            except KeyboardInterrupt:
+                for number in set(numbers) - set(found):
+                    self._unwanted[number] += 1
+                raise
+        return found
+
+    def _find(self, found: dict[int, Any], numbers: Sequence[int]) -> bool:
+        """Take answers out of the reports; True when all are there."""
+        kept: deque[tuple[int, Any]] = deque()
+        for number, report in self._reports:
+            final = _is_answer(report) or isinstance(report, Died)
+            if number in numbers and number not in found and final:
+                found[number] = report
+            else:
+                kept.append((number, report))
+        self._reports = kept
+        return len(found) == len(set(numbers))
 
     def _listen(self) -> None:
         """Wait until there is something new and put it in the queue of reports."""
         with self._listening:
-            if self._closing:
-                raise ClosedError("this collector was shut down while it was waited for.")
+            self._check_open()
             sources: dict[Any, int] = {}
             for number, link in self._links.items():
                 sources[link] = sources[link.sentinel] = number
-            ready = _waited([*sources, self._bell[0]], self._patience())
+            with self.shield.lifted():
+                ready = _waited([*sources, self._bell[0]], self._patience())
             for number in dict.fromkeys(sources[one] for one in ready if one in sources):
                 self._hear(number, self._links[number] in ready)
             self._kill_late()
+
+    def _check_open(self) -> None:
+        if self._closing.locked():
+            raise ClosedError("this collector was shut down while it was waited for.")
 
     def _hear(self, number: int, spoke: bool) -> None:
         link = self._links[number]
         if spoke:
             try:
-                self._reports.append((number, link.receive()))
+                report = link.receive()
+                if self._unwanted[number] and _is_answer(report):  # who asked was interrupted
+                    self._unwanted[number] -= 1
+                else:
+                    self._reports.append((number, report))
                 if self._owing[number]:
                     self._owing[number].popleft()
                 if self._owing[number]:  # it begins with the next one now
@@ -160,7 +190,8 @@ class Crew:
         code = link.exit_code(None)
         link.close()
         assert code is not None
-        self._reports.append((number, Died(link.pid, code, late)))
+        self._ended[number] = Died(link.pid, code, late)
+        self._reports.append((number, self._ended[number]))
 
     def _patience(self) -> float | None:
         """Return how long to wait before somebody is too late."""
@@ -184,8 +215,9 @@ class Crew:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> None:
-        """End all workers: asked first, killed after `timeout` seconds."""
-        self._closing = True
+        """End all workers, once: asked first, killed after `timeout` seconds."""
+        if os.getpid() != self._owner or not self._closing.acquire(blocking=False):
+            return
         os.write(self._bell[1], b"!")
         with self._listening:
             links, self._links = self._links, {}
@@ -200,6 +232,10 @@ class Crew:
                 link.close(max(0.0, deadline - monotonic()))
             for end in self._bell:
                 os.close(end)
+
+
+def _is_answer(report: Any) -> bool:
+    return isinstance(report, _ANSWERS) or (isinstance(report, Failed) and report.slab is None)
 
 
 def _waited(sources: Sequence[Any], timeout: float | None) -> list[Any]:

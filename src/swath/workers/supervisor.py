@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swath.errors import WorkerError
+from swath.errors import SwathError, WorkerError
 from swath.links.launch import ending
 from swath.links.parcels import unpack_error
 from swath.workers.messages import Died, Failed
@@ -32,12 +32,22 @@ class Supervisor:
     def error(self, worker: int, event: Failed | Died) -> BaseException:
         """Return what to raise for a failure that is not forgiven."""
         if isinstance(event, Failed):
-            error = unpack_error(event.error)
-        else:
-            how = ending(event.code)
-            if event.late is not None:
-                how = f"gave no answer for {event.late:g} s (worker_timeout) and was killed."
-            error = WorkerError(f"worker {worker} (process {event.pid}) {how}", worker=worker)
-        if self.restart:
-            error.add_note(f"{self.restarts} restarts, as many as max_restarts allows, were made.")
+            return _located(unpack_error(event.error), worker)
+        how = ending(event.code)
+        if event.late is not None:
+            how = f"gave no answer for {event.late:g} s (worker_timeout) and was killed."
+        made = f" {self.restarts} restarts were made before." if self.restarts else ""
+        return WorkerError(f"worker {worker} (process {event.pid}) {how}{made}", worker=worker)
+
+
+def _located(error: BaseException, worker: int) -> BaseException:
+    """Return an exception that says which worker it comes from; its own type is the cause."""
+    if getattr(error, "worker", None) is not None:
         return error
+    if isinstance(error, SwathError):
+        error.args = (f"{error} [worker {worker}]",)
+        error.worker = worker  # type: ignore[attr-defined]
+        return error
+    told = WorkerError(f"{type(error).__name__}: {error}; see the cause above", worker=worker)
+    told.__cause__ = error
+    return told

@@ -1,0 +1,147 @@
+"""Envs, policies and helpers for tests of collectors with worker processes.
+
+Workers import this file, so it imports no test tools.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+from swath.collectors import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+from swath.testing import CountingEnv, SlowEnv
+
+
+def sync(makers, policy=None, **options):
+    return MultiSyncCollector(makers, policy, **options)
+
+
+def first_come(makers, policy=None, **options):
+    return MultiAsyncCollector(makers, policy, **options)
+
+
+def beside(makers, policy=None, **options):
+    """Return an `AsyncCollector` over all these envs: one worker."""
+    return AsyncCollector(list(makers), policy, **options)
+
+
+KINDS = {"sync": sync, "async": first_come, "beside": beside}
+
+
+def wide() -> gym.Env:
+    """Return a counting env that takes many actions, so that an action can tell something."""
+    return CountingEnv(action_space=gym.spaces.Discrete(10_000))
+
+
+def slow_wide(seconds: float) -> gym.Env:
+    return SlowEnv(seconds, action_space=gym.spaces.Discrete(10_000))
+
+
+class Telling(nn.Module):
+    """A policy whose actions tell a parameter, and whose extras tell a buffer."""
+
+    def __init__(self, value: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(float(value)))
+        self.register_buffer("mean", torch.tensor(float(value)))
+
+    def become(self, value: int) -> Telling:
+        with torch.no_grad():
+            self.weight.fill_(value)
+            self.mean.fill_(value)
+        return self
+
+    def forward(self, observation):
+        lead = observation.shape[:-1]
+        action = self.weight.round().long().expand(lead)
+        return {"action": action, "told": self.mean.expand(lead)}
+
+
+def told_right(batch, offset: int = 0) -> bool:
+    """Tell whether each frame has the version of the weights that chose its action."""
+    version = batch["collector", "policy_version"]
+    mask = version == version
+    if ("collector", "mask") in batch.keys(True):
+        mask = batch["collector", "mask"]
+    action, mean = batch["action"] - offset, batch["told"] - offset
+    return bool(((action == version) & (mean == version))[mask].all())
+
+
+class Uneven(CountingEnv):
+    """Waits at every n-th step; how long is in a file, so that a test can change it."""
+
+    def __init__(self, path: str, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.path = path
+
+    def _before(self, call: str) -> None:
+        while os.path.exists(self.path):
+            time.sleep(0.001)
+
+
+class Broken(CountingEnv):
+    """Does something at one call, the first time that a marker file does not exist.
+
+    Args:
+        call: "step" or "reset".
+        number: Of the call.
+        what: Done there.
+        once: A path that is made then, so that it is done once, restarts included.
+    """
+
+    def __init__(self, call: str, number: int, what, once: str | None = None, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.call, self.number, self.what, self.once = call, number, what, once
+        self.counts = {"step": 0, "reset": 0}
+
+    def _before(self, call: str) -> None:
+        number, self.counts[call] = self.counts[call], self.counts[call] + 1
+        if call != self.call or number != self.number:
+            return
+        if self.once is not None:
+            if os.path.exists(self.once):
+                return
+            open(self.once, "w").close()
+        self.what()
+
+
+def kill(signal: int):
+    return lambda: os.kill(os.getpid(), signal)
+
+
+def exit_at_once():
+    os._exit(7)
+
+
+def block():
+    while True:
+        time.sleep(60)
+
+
+def rows(batch) -> np.ndarray:
+    return batch["observation"].reshape(-1, 3).numpy()
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone(pids, within: float = 5.0) -> bool:
+    """Wait until these processes have ended, at most so many seconds."""
+    deadline = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+def pids_of(collector) -> list[int]:
+    return [worker["pid"] for worker in collector.stats()["workers"]]

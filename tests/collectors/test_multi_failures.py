@@ -1,0 +1,749 @@
+"""Workers that fail, in all the ways they can: the real thing each time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import multi_kit as kit
+import numpy as np
+import pytest
+import torch
+
+from swath.collectors import AsyncCollector
+from swath.errors import ClosedError, EnvError, PolicyError, UsageError, WorkerError
+from swath.seeding import env_seed
+from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
+
+KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
+ENDS = {
+    "SIGKILL": (kit.kill(signal.SIGKILL), "was killed by SIGKILL .*out of memory"),
+    "SIGSEGV": (kit.kill(signal.SIGSEGV), "was killed by SIGSEGV .*native code"),
+    "exit": (kit.exit_at_once, "exit code 7"),
+}
+HOW = pytest.mark.parametrize("how", list(ENDS))
+
+
+def make(kind, makers, policy=None, **options):
+    options = {"frames_per_batch": 20, "seed": 7, **options}
+    return kit.KINDS[kind](makers, policy, **options)
+
+
+def collect(collector, batches=10**9):
+    """Collect until something is raised, or so many batches."""
+    seen = []
+    try:
+        for batch in collector:
+            seen.append(batch)
+            if len(seen) == batches:
+                break
+    except Exception as error:
+        error.seen = seen
+        raise
+    return seen
+
+
+def chain(error):
+    """Return an exception with all its causes."""
+    found = []
+    while error is not None:
+        found.append(error)
+        error = error.__cause__
+    return found
+
+
+# -- exceptions -----------------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize("at", [{"at_step": 0}, {"at_step": 1000}, {"at_reset": 3}])
+def test_an_env_that_raises_is_told_with_all_that_is_known(kind, at):
+    def bad():
+        return CrashingEnv(**at, exception=KeyError("mass"))
+
+    with make(kind, [[CountingEnv] * 2, [CountingEnv, bad]]) as collector:
+        with pytest.raises(EnvError, match=r"KeyError: 'mass'") as caught:
+            collect(collector)
+        error = caught.value
+        assert (error.worker, error.env, error.seed) == (1, 3, env_seed(7, 3))
+        call = "reset" if "at_reset" in at else "step"
+        if "at_step" in at:
+            assert error.step == at["at_step"]
+        for word in ("worker 1", "env 3", f"step {error.step}", f"seed {error.seed}", call):
+            assert word in str(error)
+        assert isinstance(error.__cause__, KeyError)
+        assert error.__cause__.args == ("mass",)
+        remote = str(chain(error)[-1])
+        assert "Traceback" in remote
+        assert "raise self.exception" in remote
+        # Of the broken batch, what is whole is there; and then it goes on with fresh episodes.
+        rest = collector.partial()
+        seen = [*error.seen, *([] if rest is None else [rest])]
+        frames = check_transitions(seen)
+        assert collector.stats()["frames"] == frames
+        more = collect(collector, 3)
+        assert len(more) == 3
+        check_transitions(more)
+
+
+@KINDS
+def test_an_env_that_raises_at_its_first_reset_or_when_made(kind):
+    with pytest.raises(EnvError, match="reset") as caught:
+        make(kind, [CountingEnv, lambda: CrashingEnv(at_reset=0)])
+    assert (caught.value.worker, caught.value.env) == (1, 1)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+    def bad():
+        raise KeyError("no assets")
+
+    with pytest.raises(UsageError, match=r"raised KeyError: 'no assets'.*\[worker 1\]") as caught:
+        make(kind, [CountingEnv, bad])
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "no assets" in str(chain(caught.value)[-1])
+    with pytest.raises(WorkerError, match=r"KeyError: 'no assets'.*\[worker 0\]") as caught:
+        make(kind, [CountingEnv], init_fn=bad)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@KINDS
+@pytest.mark.parametrize("at", [1, 1000])
+def test_a_policy_that_raises(kind, at):
+    factories = [lambda: by_count(10**9), lambda: by_count(at)]
+    with make(kind, [CountingEnv] * 2, policy_factory=factories) as collector:
+        with pytest.raises(PolicyError, match="ZeroDivisionError: no idea") as caught:
+            collect(collector)
+        error = caught.value
+        assert error.worker == 1
+        assert "worker 1" in str(error)
+        assert f"step {error.step}" in str(error)
+        assert isinstance(error.__cause__, ZeroDivisionError)
+        assert "no idea" in str(chain(error)[-1])
+        rest = collector.partial()
+        check_transitions([*error.seen, *([] if rest is None else [rest])])
+        assert error.step >= at - 2  # it was asked once or twice before, to learn what it gives
+
+
+def by_count(at):
+    """Return a policy that raises after so many calls."""
+    steps = 0
+
+    def policy(observation):
+        nonlocal steps
+        steps += 1
+        if steps > at:
+            raise ZeroDivisionError("no idea")
+        return torch.zeros(observation.shape[:-1], dtype=torch.long)
+
+    return policy
+
+
+@KINDS
+def test_a_policy_that_raises_when_made_or_shown_its_first_observation(kind):
+    def bad():
+        raise KeyError("no weights")
+
+    with pytest.raises(WorkerError, match="no weights") as caught:
+        make(kind, [CountingEnv], policy_factory=bad)
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(PolicyError, match=r"KeyError.*no weights.*\[worker 0\]"):
+        make(kind, [CountingEnv], lambda o: bad())
+
+
+def test_when_all_fail_alike_one_at_a_time_is_told_and_what_is_whole_is_kept():
+    told, seen = [], []
+    with make("sync", [lambda: CrashingEnv(at_step=33)] * 3, frames_per_batch=60) as collector:
+        while len(seen) < 10:
+            try:
+                seen.append(collector.next())
+            except EnvError as error:
+                told.append(error.worker)
+                seen.append(collector.partial())
+                assert collector.partial() is None
+        # Those who failed go on with new episodes, so only what one rollout holds is without gaps.
+        assert collector.stats()["frames"] == sum(check_transitions(batch) for batch in seen)
+    assert 1 <= len(set(told)) == len(told) <= 3
+
+
+def test_an_exception_that_cannot_travel_is_told_all_the_same():
+    class Odd(Exception):
+        def __init__(self, lock, number):
+            super().__init__(f"number {number}")
+            self.lock = lock
+
+    def bad():
+        env = CrashingEnv(at_step=4)
+        env.exception = Odd(threading.Lock(), 9)
+        return env
+
+    with (
+        make("sync", [bad]) as collector,
+        pytest.raises(EnvError, match="Odd: number 9") as caught,
+    ):
+        collect(collector)
+    assert "number 9" in str(chain(caught.value)[-1])
+
+
+# -- deaths ---------------------------------------------------------------------------------------
+
+
+@KINDS
+@HOW
+@pytest.mark.parametrize("call", ["step", "reset"])
+def test_a_worker_that_dies_at_work_is_seen_at_once(kind, how, call):
+    what, words = ENDS[how]
+    with make(kind, [CountingEnv, lambda: kit.Broken(call, 50, what)]) as collector:
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match=words) as caught:
+            collect(collector)
+        assert time.monotonic() - started < 20
+        assert caught.value.worker == 1
+        assert "worker 1" in str(caught.value)
+        rest = collector.partial()
+        assert check_transitions([*caught.value.seen, *([] if rest is None else [rest])])
+        # Whatever is asked of it later says so again, and does not wait.
+        for ask in (
+            lambda: collect(collector),
+            lambda: collector.update_policy_weights_(wait=True),
+            collector.state_dict,
+            lambda: collector.set_seed(1),
+        ):
+            with pytest.raises(WorkerError, match=words):
+                ask()
+        assert collector.update_policy_weights_() > 0
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "ahead"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_worker_that_is_killed_while_idle(kind, number):
+    options = {"collect_ahead": True} if kind == "ahead" else {}
+    kind = "sync" if kind == "ahead" else kind
+    with make(kind, [kit.wide] * 2, kit.Telling(), **options) as collector:
+        batches = [collector.next() for _ in range(3)]
+        time.sleep(0.05)
+        victim = kit.pids_of(collector)[0]
+        os.kill(victim, number)
+        assert kit.gone([victim])
+        with pytest.raises(WorkerError, match=f"killed by {signal.Signals(number).name}") as caught:
+            collect(collector)
+        assert caught.value.worker == 0
+        assert check_transitions([*batches, *caught.value.seen])
+
+
+@KINDS
+def test_publishing_to_a_dead_worker_raises_if_it_is_waited_for(kind):
+    with make(kind, [kit.wide] * 2, kit.Telling()) as collector:
+        collector.next()
+        os.kill(kit.pids_of(collector)[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            collector.update_policy_weights_(wait=True)
+
+
+@KINDS
+def test_a_worker_that_is_killed_while_weights_are_published(kind):
+    policy = kit.Telling()
+    policy.register_buffer("much", torch.zeros(1_000_000))
+    with make(kind, [kit.wide] * 2, policy) as collector:
+        collector.next()
+        victim = kit.pids_of(collector)[1]
+        killer = threading.Timer(0.05, os.kill, (victim, signal.SIGKILL))
+        killer.start()
+        number = 0
+        try:
+            while kit.alive(victim):
+                number += 1
+                collector.update_policy_weights_(policy.become(number))
+            with pytest.raises(WorkerError, match="SIGKILL") as caught:
+                collect(collector)
+        finally:
+            killer.join()
+        assert number > 1
+        assert all(kit.told_right(batch) for batch in caught.value.seen)
+
+
+# -- blocking -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["step", "reset"])
+def test_shutdown_ends_workers_that_block(call):
+    collector = make("async", [CountingEnv, lambda: kit.Broken(call, 30, kit.block)])
+    for _ in range(20):
+        collector.next()
+    pids = kit.pids_of(collector)
+    started = time.monotonic()
+    collector.shutdown(timeout=0.5)
+    assert time.monotonic() - started < 5
+    assert kit.gone(pids, 0.1)
+
+
+@KINDS
+def test_a_worker_that_gives_no_answer_in_time(kind):
+    makers = [CountingEnv, lambda: kit.Broken("step", 30, kit.block)]
+    with make(kind, makers, worker_timeout=0.5) as collector:
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match=r"worker 1.*no answer for 0\.5 s \(worker_timeout\)"):
+            collect(collector)
+        assert time.monotonic() - started < 15
+
+
+def test_an_env_that_blocks_when_it_is_made_is_late_too():
+    def blocks():
+        kit.block()
+
+    with pytest.raises(WorkerError, match=r"no answer for 0\.5 s"):
+        make("sync", [CountingEnv, blocks], worker_timeout=0.5)
+
+
+def test_worker_timeout_does_not_count_the_learners_time():
+    for kind in ("sync", "async"):
+        with make(kind, [CountingEnv] * 2, worker_timeout=0.3) as collector:
+            for _ in range(3):
+                collector.next()
+                time.sleep(0.4)
+
+
+def test_a_worker_that_does_not_end_when_asked_is_killed():
+    class Clings(CountingEnv):
+        def close(self):
+            kit.block()
+
+    collector = make("sync", [Clings])
+    pids = kit.pids_of(collector)
+    started = time.monotonic()
+    collector.shutdown(timeout=0.3)
+    assert time.monotonic() - started < 5
+    assert kit.gone(pids, 0.1)
+
+
+# -- shutdown -------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_shutdown_twice_and_everything_after_it(kind):
+    collector = make(kind, [CountingEnv] * 2)
+    batch = collector.next()
+    pids = kit.pids_of(collector)
+    started = time.monotonic()
+    collector.shutdown()
+    collector.shutdown()
+    assert time.monotonic() - started < 4  # they end when asked
+    assert kit.gone(pids, 0.1)
+    check_transitions(batch)
+    for ask in (
+        collector.next,
+        lambda: list(collector),
+        collector.update_policy_weights_,
+        collector.state_dict,
+        collector.reset,
+        lambda: collector.set_seed(1),
+        collector.__enter__,
+    ):
+        with pytest.raises(ClosedError, match="shut down"):
+            ask()
+    assert collector.stats()["frames"] == batch.numel()
+
+
+@KINDS
+def test_envs_are_closed(kind, tmp_path):
+    class Closes(CountingEnv):
+        def close(self):
+            (tmp_path / str(os.getpid())).touch()
+
+    with make(kind, [Closes] * 2) as collector:
+        collector.next()
+        pids = kit.pids_of(collector)
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == sorted(pids)
+
+
+@KINDS
+def test_shutdown_from_another_thread_in_the_middle_of_a_batch(kind):
+    collector = make(kind, [lambda: SlowEnv(0.02)] * 2, frames_per_batch=2000)
+    pids = kit.pids_of(collector)
+    enders = [threading.Timer(0.2, collector.shutdown) for _ in range(2)]
+    for ender in enders:
+        ender.start()
+    started = time.monotonic()
+    with pytest.raises(ClosedError, match="shut down"):
+        collector.next()
+    assert time.monotonic() - started < 10
+    for ender in enders:
+        ender.join()
+    assert kit.gone(pids, 0.1)
+
+
+@KINDS
+def test_shutdown_in_the_middle_of_a_batch_that_was_begun(kind):
+    options = {"collect_ahead": True} if kind == "sync" else {}
+    collector = make(kind, [lambda: SlowEnv(0.005)] * 2, frames_per_batch=20, **options)
+    collector.next()
+    pids = kit.pids_of(collector)
+    started = time.monotonic()
+    collector.shutdown()
+    assert time.monotonic() - started < 4
+    assert kit.gone(pids, 0.1)
+
+
+@KINDS
+def test_a_collector_that_is_dropped_takes_its_workers_along(kind):
+    collector = make(kind, [CountingEnv] * 2)
+    batch = collector.next()
+    pids = kit.pids_of(collector)
+    del collector
+    gc.collect()
+    assert kit.gone(pids)
+    check_transitions(batch)
+
+
+@KINDS
+def test_an_exception_in_the_loop_body_leaves_nothing(kind):
+    with pytest.raises(KeyError), make(kind, [CountingEnv] * 2) as collector:  # noqa: PT012
+        for _ in collector:
+            pids = kit.pids_of(collector)
+            raise KeyError
+    assert kit.gone(pids, 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_the_learner_does_not_end_its_workers():
+    with make("sync", [CountingEnv] * 2) as collector:
+        batches = [collector.next()]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                collector.shutdown()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        batches += [collector.next() for _ in range(3)]
+    check_transitions(batches)
+
+
+# -- restarts -------------------------------------------------------------------------------------
+
+
+@KINDS
+@HOW
+def test_a_restarted_worker_leaves_no_holes_and_no_mixtures(kind, how, tmp_path):
+    what, _ = ENDS[how]
+    once = str(tmp_path / "once")
+    makers = [[CountingEnv] * 2, [CountingEnv, lambda: kit.Broken("step", 87, what, once)]]
+    options = {"frames_per_batch": 40, "total_frames": 800, "on_worker_failure": "restart"}
+    with make(kind, makers, **options) as collector:
+        first = kit.pids_of(collector)
+        batches = list(collector)
+        stats, second = collector.stats(), kit.pids_of(collector)
+    assert os.path.exists(once)
+    shape = (2, 2, 10) if kind == "sync" else (2, 20)
+    assert all(batch.batch_size == shape for batch in batches)
+    assert check_transitions(batches) == 800  # fresh streams: a new stamp, new ids
+    assert stats["restarts"] == 1
+    assert stats["lost"]["rollouts"] == 1
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    check_lost(batches, stats["lost"]["trajectories"])
+    stamps = {row[0] for batch in batches for row in kit.rows(batch)}
+    assert len(stamps) == 6
+
+
+def check_lost(batches, lost):
+    """Assert that just the lost trajectories stop before their end and do not go on."""
+    open_ids, seen = {}, set()
+    for number, batch in enumerate(batches):
+        ids, done = batch["collector", "traj_ids"], batch["next", "done"][..., 0]
+        for row in range(ids.numel()):
+            traj = ids.flatten()[row].item()
+            seen.add(traj)
+            open_ids[traj] = number
+            if done.flatten()[row]:
+                del open_ids[traj]
+    assert set(lost) & seen <= set(open_ids)
+    ends = {}
+    for batch in batches:
+        for stamp, episode, step in kit.rows(batch):
+            ends[stamp] = (episode, step)
+    # Everything else that is open is the last of its env.
+    assert len(set(open_ids) - set(lost)) <= len(ends)
+
+
+@KINDS
+def test_an_env_that_raises_is_restarted_too_and_at_most_so_often(kind):
+    makers = [CountingEnv, lambda: CrashingEnv(at_step=25)]
+    options = {"on_worker_failure": "restart", "max_restarts": 3}
+    with make(kind, makers, **options) as collector:
+        with pytest.raises(EnvError, match="crashed as asked") as caught:
+            collect(collector)
+        check_transitions(caught.value.seen)
+        assert collector.stats()["restarts"] == 3
+
+
+@KINDS
+def test_a_worker_that_cannot_be_made_again_ends_the_run(kind, tmp_path):
+    once = tmp_path / "once"
+
+    def maker():
+        if once.exists():
+            raise KeyError("gone for good")
+        return kit.Broken("step", 20, kit.exit_at_once, str(once))
+
+    with (
+        make(kind, [CountingEnv, maker], on_worker_failure="restart", max_restarts=2) as collector,
+        pytest.raises(UsageError, match="gone for good"),
+    ):
+        collect(collector)
+
+
+@KINDS
+def test_a_restarted_worker_has_the_current_weights(kind, tmp_path):
+    policy = kit.Telling()
+    once = str(tmp_path / "once")
+    wide = {"action_space": kit.wide().action_space}
+    makers = [kit.wide, lambda: kit.Broken("step", 45, kit.exit_at_once, once, **wide)]
+    options = {"total_frames": 400, "on_worker_failure": "restart"}
+    with make(kind, makers, policy, **options) as collector:
+        batches = []
+        for number, batch in enumerate(collector):
+            batches.append(batch)
+            collector.update_policy_weights_(policy.become(number + 1))
+        assert collector.stats()["restarts"] == 1
+    assert all(kit.told_right(batch) for batch in batches)
+    assert check_transitions(batches) == 400
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "ahead"])
+def test_workers_killed_while_idle_are_restarted_wherever_that_is_seen(kind):
+    options = {"collect_ahead": True} if kind == "ahead" else {}
+    kind = "sync" if kind == "ahead" else kind
+    options |= {"on_worker_failure": "restart", "max_restarts": 10, "total_frames": 400}
+    with make(kind, [kit.wide] * 2, kit.Telling(), **options) as collector:
+        batches = []
+        for number in range(5):
+            batches.append(collector.next())
+            victim = kit.pids_of(collector)[number % 2]
+            os.kill(victim, signal.SIGKILL)
+            assert kit.gone([victim])
+            if number % 2:
+                collector.update_policy_weights_(kit.Telling(number), wait=True)
+        batches.extend(collector)
+        assert collector.stats()["restarts"] == 5
+        assert None not in kit.pids_of(collector)
+    assert check_transitions(batches) == 400
+
+
+def test_restarts_with_many_kept_batches():
+    options = {"on_worker_failure": "restart", "max_restarts": 10}
+    with make("sync", [CountingEnv] * 2, **options) as collector:
+        kept = [collector.next() for _ in range(70)]
+        del kept[:3]  # these slabs are used again, though their descriptors are closed
+        for _ in range(5):
+            os.kill(kit.pids_of(collector)[1], signal.SIGKILL)
+            kept.append(collector.next())
+    check_transitions(kept)
+
+
+def test_whole_trajectories_stay_whole_over_restarts(tmp_path):
+    once = str(tmp_path / "once")
+    makers = [CountingEnv, lambda: kit.Broken("step", 205, kit.exit_at_once, once)]
+    options = {"on_worker_failure": "restart", "trajs_per_batch": 5, "traj_format": "cat"}
+    with make("sync", makers, **options) as collector:
+        batches = collect(collector, 40)
+        assert collector.stats()["restarts"] == 1
+    for batch in batches:
+        for traj in batch["collector", "traj_ids"].unique():
+            part = batch[batch["collector", "traj_ids"] == traj]
+            assert kit.rows(part)[:, 2].tolist() == list(range(part.numel()))
+            assert part["next", "done"].sum() == 1
+
+
+def test_ids_stay_unique_over_restarts_and_resumes():
+    options = {"on_worker_failure": "restart", "max_restarts": 9}
+    with make("sync", [CountingEnv] * 2, **options) as collector:
+        batches = [collector.next()]
+        os.kill(kit.pids_of(collector)[0], signal.SIGKILL)
+        batches.append(collector.next())
+        state = collector.state_dict()
+    with make("sync", [CountingEnv] * 2, **options) as resumed:
+        resumed.load_state_dict(state)
+        batches.append(resumed.next())
+        os.kill(kit.pids_of(resumed)[0], signal.SIGKILL)
+        batches.append(resumed.next())
+    owners = {}
+    for batch in batches:
+        ids = batch["collector", "traj_ids"].flatten().tolist()
+        for traj, (stamp, episode, _) in zip(ids, kit.rows(batch).tolist(), strict=True):
+            assert owners.setdefault(traj, (stamp, episode)) == (stamp, episode)
+
+
+def test_random_frames_stay_exact_over_restarts(tmp_path):
+    once = str(tmp_path / "once")
+    wide = {"action_space": kit.wide().action_space}
+    makers = [kit.wide, lambda: kit.Broken("step", 25, kit.exit_at_once, once, **wide)]
+    options = {"on_worker_failure": "restart", "init_random_frames": 50, "total_frames": 200}
+    with make("sync", makers, kit.Telling(7), **options) as collector:
+        batches = list(collector)
+    assert sum(batch["collector", "random"].sum() for batch in batches) == 50
+
+
+# -- scripts --------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time, signal
+import numpy as np
+import gymnasium as gym
+from swath.collectors import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+from swath.testing import CountingEnv, SlowEnv, check_transitions
+
+class Mine(CountingEnv):
+    pass
+
+def say(*words):
+    print(*words, flush=True)
+
+def pids(collector):
+    return [worker["pid"] for worker in collector.stats()["workers"]]
+"""
+
+
+def script(body):
+    return SCRIPT + textwrap.dedent(body)
+
+
+def run(arguments, text=None, within=40):
+    done = subprocess.run(
+        [sys.executable, *arguments], input=text, capture_output=True, text=True, timeout=within
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def start(body, **options):
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", script(body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_a_script_needs_no_main_guard_and_no_shutdown(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        script(
+            """
+            offset = 3
+            maker = lambda: Mine(longest=offset + 6)
+            policy = lambda o: np.int64(offset % 2)
+            options = {"frames_per_batch": 20, "total_frames": 100}
+            collector = MultiSyncCollector([maker] * 2, policy, **options)
+            say(check_transitions(list(collector)), *pids(collector))
+            busy = MultiAsyncCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=50)
+            busy.next()
+            say(*pids(busy))
+            """
+        )
+    )
+    code, out, err = run([str(path)])
+    assert (code, err) == (0, "")
+    frames, *pids = map(int, out.split())
+    assert frames == 100
+    assert len(set(pids)) == 4
+    assert kit.gone(pids)
+
+
+def test_an_exception_that_nobody_catches_ends_a_script_from_stdin_and_its_workers():
+    text = script(
+        """
+        for data in (collector := MultiSyncCollector([Mine] * 2, frames_per_batch=20)):
+            say(*pids(collector))
+            1 / 0
+        """
+    )
+    code, out, err = run(["-"], text)
+    assert code == 1
+    assert err.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert kit.gone(map(int, out.split()))
+
+
+def test_workers_end_with_their_parent():
+    parent = start(
+        """
+        collector = MultiAsyncCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=50)
+        collector.next()
+        say(*pids(collector))
+        for data in collector:
+            pass
+        """
+    )
+    with parent:
+        pids = list(map(int, parent.stdout.readline().split()))
+        before = shared_memory()
+        assert all(map(kit.alive, pids))
+        parent.kill()
+        assert parent.wait(10) == -signal.SIGKILL
+        assert kit.gone(pids, 1.0)
+        assert shared_memory() <= before
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+
+
+def test_after_ctrl_c_nothing_is_lost():
+    body = """
+        def collect(kind):
+            batches, interrupts = [], 0
+            with kind([lambda: SlowEnv(0.001)] * 2, frames_per_batch=20, seed=0) as collector:
+                batches.append(collector.next())
+                first = pids(collector)
+                say("go")
+                while interrupts < 8 or len(batches) < 20:
+                    try:
+                        for data in collector:
+                            batches.append(data)
+                            if interrupts >= 8 and len(batches) >= 20:
+                                break
+                    except KeyboardInterrupt:
+                        interrupts += 1
+                        say("again")
+                assert pids(collector) == first, "workers were killed"
+                frames = sum(batch.numel() for batch in batches)
+                assert collector.stats()["frames"] == frames
+                assert check_transitions(batches) == frames
+
+        collect(MultiSyncCollector)
+        collect(MultiAsyncCollector)
+        collector = MultiSyncCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=2000)
+        say(*pids(collector))
+        collector.next()
+    """
+    parent = start(body, start_new_session=True)
+    with parent:
+        for _ in range(2):
+            assert parent.stdout.readline() == "go\n", parent.stderr.read()
+            for pause in np.linspace(0.013, 0.047, 8):
+                time.sleep(pause)
+                os.killpg(parent.pid, signal.SIGINT)  # as the terminal does: to all of them
+                assert parent.stdout.readline() == "again\n", parent.stderr.read()
+        # And one that nobody catches ends it all.
+        pids = list(map(int, parent.stdout.readline().split()))
+        time.sleep(0.1)
+        os.killpg(parent.pid, signal.SIGINT)
+        _, err = parent.communicate(timeout=10)
+    assert parent.returncode == -signal.SIGINT, err
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert err.count("Traceback") == 1
+    assert len(pids) == 2
+    assert kit.gone(pids)
+
+
+def test_one_process_beside_fails_the_same_way():
+    with AsyncCollector(lambda: CrashingEnv(at_step=25), frames_per_batch=10, seed=7) as collector:
+        with pytest.raises(EnvError, match="crashed as asked") as caught:
+            collect(collector)
+        assert (caught.value.worker, caught.value.env, caught.value.step) == (0, 0, 25)
+        assert check_transitions([*caught.value.seen, collector.partial()]) == 25

@@ -1,0 +1,107 @@
+"""Messages, open files, and the end of the other side."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from swath.links.channel import Channel, close_all
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = Channel.pair()
+    other = Channel(theirs)
+    yield ours, other
+    ours.close()
+    other.close()
+
+
+def test_messages_arrive_in_order_both_ways(ends):
+    one, other = ends
+    for number in range(100):
+        one.send({"number": number, "array": np.arange(number)})
+        other.send(("back", number))
+    for number in range(100):
+        message, descriptors = other.receive()
+        assert message["number"] == len(message["array"]) == number
+        assert descriptors == []
+        assert one.receive() == (("back", number), [])
+
+
+@pytest.mark.parametrize("size", [0, 1, 10_000, 5_000_000])
+def test_messages_of_any_size_with_files_beside_them(ends, size):
+    one, other = ends
+    body = os.urandom(size)
+    pipes = [os.pipe() for _ in range(3)]
+    sender = threading.Thread(target=one.send, args=(body, [pipe[1] for pipe in pipes]))
+    sender.start()
+    message, descriptors = other.receive()
+    sender.join()
+    assert message == body
+    assert len(descriptors) == 3
+    for number, (descriptor, pipe) in enumerate(zip(descriptors, pipes, strict=True)):
+        os.write(descriptor, bytes([number]))
+        assert os.read(pipe[0], 1) == bytes([number])
+        close_all([descriptor, *pipe])
+
+
+def test_files_stay_with_their_message(ends):
+    one, other = ends
+    pipe = os.pipe()
+    one.send("without")
+    one.send("with", [pipe[1]])
+    one.send("without")
+    received = [other.receive()[1] for _ in range(3)]
+    close_all([*pipe, *received[1]])
+    assert [len(files) for files in received] == [0, 1, 0]
+
+
+def test_the_end_of_the_other_side_is_an_eof_error(ends):
+    one, other = ends
+    one.send("last words")
+    one.close()
+    assert other.receive() == ("last words", [])
+    with pytest.raises(EOFError):
+        other.receive()
+    with pytest.raises(EOFError):
+        other.send("anyone?")
+
+
+def test_an_end_that_did_not_read_all_is_an_eof_error_too(ends):
+    one, other = ends
+    one.send("unread")
+    other.close()
+    with pytest.raises(EOFError):
+        one.receive()
+
+
+def test_the_end_in_the_middle_of_a_message_is_an_eof_error(ends):
+    one, other = ends
+    sender = threading.Thread(target=send_until_gone, args=(one, os.urandom(5_000_000)))
+    sender.start()
+    other._socket.recv(1000)
+    other.close()
+    sender.join(10)
+    assert not sender.is_alive()
+    ours, theirs = Channel.pair()
+    theirs.sendall(b"\x40\0\0\0\0\0\0\0half")
+    theirs.close()
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()
+
+
+def send_until_gone(channel, body):
+    with pytest.raises(EOFError):
+        channel.send(body)
+
+
+def test_closing_twice_is_nothing_and_sending_then_is_an_eof_error(ends):
+    ends[0].close()
+    ends[0].close()
+    with pytest.raises(EOFError):
+        ends[0].send("too late")

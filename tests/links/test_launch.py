@@ -1,0 +1,237 @@
+"""Worker processes: how they start, what they inherit, how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import link_kit as kit
+import pytest
+
+from swath.links import ProcessLink, ProcessPort, launch, pack
+from swath.links.launch import server_pid, stop_server
+from swath.memory import SharedMemory
+
+
+@pytest.fixture
+def worker():
+    worker = launch(kit.answer, b"payload")
+    yield worker
+    worker.close(0.0)
+
+
+def ask(worker, function, *arguments, descriptors=()):
+    worker.channel.send((pack(function, "it"), arguments), descriptors)
+    return worker.channel.receive()[0]
+
+
+def test_a_worker_runs_a_function_with_a_channel_and_a_payload(worker):
+    assert worker.channel.receive()[0] == ("up", worker.pid, b"payload")
+    assert worker.pid != os.getpid()
+    assert ask(worker, lambda a, b: a + b, 3, 4) == 7
+    assert worker.exit_code() is None
+    reading, writing = os.pipe()
+    assert ask(worker, lambda fd: os.write(fd, b"hello"), descriptors=[writing]) == 5
+    assert os.read(reading, 10) == b"hello"
+    os.close(reading), os.close(writing)
+    worker.channel.close()
+    assert worker.exit_code(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("return", 0),
+        ("exit", 3),
+        ("_exit", 4),
+        ("raise", 1),
+        ("message", 1),
+        ("SIGKILL", -9),
+        ("SIGSEGV", -11),
+        ("SIGTERM", -15),
+    ],
+)
+def test_how_a_worker_ended_is_told(how, code, capfd):
+    worker = launch(kit.end, how.encode())
+    assert worker.exit_code(10) == code
+    assert worker.exit_code() == code
+    with pytest.raises(EOFError):
+        worker.channel.receive()
+    worker.kill()
+    worker.close()
+    worker.close()
+    worker.kill()
+    assert ("KeyError: 'as asked'" in capfd.readouterr().err) == (how == "raise")
+
+
+def test_a_worker_is_killed_whatever_it_does():
+    workers = [launch(kit.nap, b"") for _ in range(2)]
+    for worker in workers:
+        assert worker.channel.receive()[0] == "up"
+        assert worker.exit_code(0.02) is None
+    workers[0].kill()
+    assert workers[0].exit_code(10) == -signal.SIGKILL
+    started = time.monotonic()
+    workers[1].close(timeout=0.1)
+    assert time.monotonic() - started < 5
+    assert workers[1].exit_code() == -signal.SIGKILL
+    workers[0].close()
+
+
+def test_a_worker_has_our_surroundings_and_a_random_state_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SWATH_TEST", "here")
+    monkeypatch.syspath_prepend("/some/where")
+    worker = launch(kit.surroundings, b"")
+    assert worker.channel.receive()[0] == (str(tmp_path), "here", sys.path, sys.argv)
+    worker.close()
+    workers = [launch(kit.draw, b"") for _ in range(2)]
+    draws = [worker.channel.receive()[0] for worker in workers]
+    for worker in workers:
+        worker.close()
+    assert all(a != b for a, b in zip(*draws, strict=True))
+
+
+def test_what_a_worker_writes_goes_where_we_write(capfd):
+    worker = launch(kit.speak, b"this")
+    assert worker.exit_code(10) == 0
+    worker.close()
+    out, err = capfd.readouterr()
+    assert out == "said this\n"
+    assert err == "written this\n"
+
+
+def test_a_worker_inherits_no_descriptors_of_ours_or_of_other_workers(worker):
+    worker.channel.receive()
+    others = [launch(kit.nap, b"") for _ in range(3)]
+    last = launch(kit.answer, b"")
+    last.channel.receive()
+    listed = ask(last, lambda: sorted(map(int, os.listdir("/proc/self/fd"))))
+    for one in (*others, last):
+        one.kill()
+        one.close()
+    assert len(listed) == 5  # three streams, the channel, and the folder that is listed
+
+
+def test_workers_ignore_ctrl_c(worker):
+    worker.channel.receive()
+    os.kill(worker.pid, signal.SIGINT)
+    assert ask(worker, lambda: 5) == 5
+    assert ask(worker, lambda: signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+    assert ask(worker, lambda: signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)
+
+
+def test_one_more_worker_costs_little(worker):
+    started = time.monotonic()
+    workers = [launch(kit.answer, b"") for _ in range(8)]
+    for one in workers:
+        one.channel.receive()
+    assert time.monotonic() - started < 3
+    for one in workers:
+        one.channel.close()
+    for one in workers:
+        one.close()
+
+
+def test_a_worker_can_have_workers():
+    worker = launch(kit.nest, b"")
+    outer, inner, hello = worker.channel.receive()[0]
+    assert outer == worker.pid
+    assert hello == ("up", inner, b"inner")
+    assert worker.channel.receive()[0] == 42
+    worker.channel.send("go on")
+    assert worker.channel.receive()[0] == 0
+    assert worker.exit_code(10) == 0
+    worker.close()
+    assert kit.gone([inner])
+
+
+def test_workers_of_a_worker_end_with_it():
+    worker = launch(kit.nest_and_nap, b"")
+    inner, _ = worker.channel.receive()
+    assert kit.alive(inner)
+    worker.kill()
+    worker.close()
+    assert kit.gone([inner], 1.0)
+
+
+def test_when_the_fork_server_is_killed_its_workers_end_and_the_next_launch_works(worker):
+    worker.channel.receive()
+    server = server_pid()
+    os.kill(server, signal.SIGKILL)
+    assert worker.exit_code(10) == -signal.SIGKILL
+    other = launch(kit.answer, b"again")
+    assert other.channel.receive()[0] == ("up", other.pid, b"again")
+    assert server_pid() != server
+    other.close(0.0)
+
+
+def test_the_server_can_be_stopped_and_comes_back(worker):
+    worker.channel.receive()
+    server = server_pid()
+    stop_server()
+    assert server_pid() is None
+    assert kit.gone([server, worker.pid])
+    stop_server()
+
+
+def test_memory_and_the_flag_of_a_link():
+    link = ProcessLink(serve_link, b"")
+    memory = SharedMemory(1000)
+    link.send("fill", [memory])
+    assert link.receive() == (1000, False)
+    assert (memory.array == 7).all()
+    link.interrupt()
+    link.send("fill", [memory])
+    assert link.receive() == (1000, True)
+    link.interrupt(False)
+    link.send("fill", [memory])
+    assert link.receive() == (1000, False)
+    link.send("end")
+    assert link.exit_code(10) == 0
+    with pytest.raises(EOFError):
+        link.receive()
+    link.close()
+
+
+def serve_link(channel, payload):
+    port = ProcessPort(channel)
+    while True:
+        message, memories = port.receive()
+        if message == "end":
+            return
+        memories[0].array[:] = 7
+        port.send((memories[0].nbytes, port.interrupted()))
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {folder!r})
+import link_kit as kit
+from swath.links import launch
+from swath.links.launch import server_pid
+workers = [launch(kit.nap, b""), launch(kit.nest_and_nap, b"")]
+inner = [worker.channel.receive()[0] for worker in workers][1]
+print(*[worker.pid for worker in workers], inner, server_pid(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_when_we_are_killed_everything_ends_within_a_second():
+    program = PARENT.format(folder=str(Path(__file__).parent))
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        pids = list(map(int, parent.stdout.readline().split()))
+        assert len(pids) == 4
+        assert all(map(kit.alive, pids))
+        parent.kill()
+        parent.wait()
+        assert kit.gone(pids, 1.0)
