@@ -9,7 +9,7 @@ import pytest
 from swath.errors import EnvError, PolicyError, UsageError, WorkerError
 from swath.links.parcels import RemoteTraceback, pack_error
 from swath.workers.messages import Died, Failed
-from swath.workers.supervisor import Supervisor, ending
+from swath.workers.supervisor import Supervisor
 
 
 def failed(error, cause=None):
@@ -45,7 +45,6 @@ def test_so_many_are_forgiven_and_no_more(most):
     ],
 )
 def test_how_a_process_ended_in_words(died, words):
-    assert words in ending(died)
     error = Supervisor(False, 0).error(3, died)
     assert isinstance(error, WorkerError)
     assert error.worker == 3

@@ -84,7 +84,7 @@ class Trouble:
 def main(channel: Channel, payload: bytes) -> None:
     """Run a process of a `ParallelEnv`."""
     port = ProcessPort(channel)
-    makers, info_keys, quiet, number, start = unpack(payload)
+    makers, info_keys, quiet, number, start, spins = unpack(payload)
     if quiet:
         warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -94,7 +94,7 @@ def main(channel: Channel, payload: bytes) -> None:
         port.send((0, _trouble(error)))
         return
     try:
-        _Host(port, group, number, start).run()
+        _Host(port, group, number, start).run(spins)
     finally:
         group.close()
 
@@ -126,10 +126,15 @@ class _Host:
         self._bound: dict[tuple[int, int], BoundEnvs] = {}
         self._steps: dict[tuple[int, int], Callable[[int], Sequence[int]]] = {}
 
-    def run(self) -> None:
+    def run(self, spins: int) -> None:
         """Do what the board says each time that the bell rings, until it is gone."""
-        stepped = 0
-        while self._bell.take():
+        stepped, word = 0, self._order.data
+        while True:
+            for _ in range(spins):
+                if word[0] != stepped:
+                    break
+            if not self._bell.take():  # it rings as soon as the board is written
+                return
             turn, t, slab, mode = self._order.tolist()
             if t == ASK:
                 if not self._answer_all():

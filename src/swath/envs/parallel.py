@@ -46,8 +46,8 @@ __all__ = ["ParallelEnv"]
 
 _GRACE = 5.0
 _OPEN_DESCRIPTORS = 64
-_SPINS = 200
-"""Looks at the bell before the process goes to sleep, if there are cores to spare: some 100 us."""
+_SPINS = 2000
+"""Looks at the board before a process goes to sleep, if there are cores to spare: some 100 us."""
 
 
 class ParallelEnv(Env):
@@ -131,7 +131,7 @@ class ParallelGroup(Group):
     def _start(self, makers: Sequence[Any], info_keys: InfoNames) -> None:
         quiet = swath.filter_warnings_subprocess
         for number, (start, stop) in enumerate(self.spans):
-            job = makers[start:stop], info_keys, quiet, number, start
+            job = makers[start:stop], info_keys, quiet, number, start, self.spins
             self.links.append(ProcessLink(main, pack(job, "create_env_fn")))
         hosted: list[Hosted] = self._answers(range(len(self.links)))
         for number, (host, span) in enumerate(zip(hosted, self.spans, strict=True)):
@@ -323,16 +323,14 @@ class _BoundParallel:
     def _await(self) -> None:
         """Wait until all processes have done their turn, or one of them has ended."""
         group, poll, turn = self._group, self._group.poller.poll, self._group.turn
-        done = group.done.fileno()
-        while True:
-            ready, spins = poll(0), group.spins
-            while not ready and spins:
-                ready, spins = poll(0), spins - 1
-            for descriptor, _ in ready or poll():
+        done, turns = group.done.fileno(), group.own[:, 0]
+        for _ in range(group.spins // 16):
+            if (turns == turn).all():
+                return
+        while not (turns == turn).all():
+            for descriptor, _ in poll():
                 if descriptor == done:
                     group.done.take()
-                    if (group.own[:, 0] == turn).all():
-                        return
                 else:
                     group.lose([link.sentinel for link in group.links].index(descriptor))
 

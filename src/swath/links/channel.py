@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import pickle
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -77,6 +78,12 @@ class Channel:
                 raise EOFError("the other side is gone")
             view = view[got:]
         return body
+
+    def waits(self) -> bool:
+        """Tell whether there is a message, or the end of the other side, to receive."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         """Close this end; the other side sees an EOFError."""

@@ -15,7 +15,6 @@ kill after the time limit, channel and sentinel closed; memory goes when the las
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +66,10 @@ class ProcessLink:
         """Wait for a message and return it; EOFError if the worker is gone."""
         return self._process.channel.receive()[0]
 
+    def waits(self) -> bool:
+        """Tell whether a message waits."""
+        return self._process.channel.waits()
+
     def interrupt(self, on: bool = True) -> None:
         """Ask the worker to end the rollout that it is in after the step that it is in."""
         self._flag[0] = on
@@ -107,7 +110,7 @@ class ProcessPort:
 
     def waits(self) -> bool:
         """Tell whether a message waits."""
-        return bool(select.select([self._channel], [], [], 0)[0])
+        return self._channel.waits()
 
     def interrupted(self) -> bool:
         """Tell whether the rollout is to end."""

@@ -161,6 +161,8 @@ class SlabPool:
         # A deque: slabs come back from whatever thread drops the last tensor. What does not fit
         # falls out at the other end and is freed.
         self._free: deque[Slab] = deque(maxlen=keep)
+        # Only we know these: without us a lent slab would be garbage, and never come back.
+        self._lent: set[Slab] = set()
         self.made = 0
 
     def take(self) -> Slab:
@@ -177,4 +179,10 @@ class SlabPool:
 
     def lend(self, slab: Slab, steps: int, lead: tuple[int, ...]) -> TensorDict:
         """Return the slab as a batch; it comes back by itself."""
-        return slab.lend(steps, lead, lambda: self.give_back(slab))
+
+        def come_back() -> None:
+            self._lent.discard(slab)
+            self.give_back(slab)
+
+        self._lent.add(slab)
+        return slab.lend(steps, lead, come_back)

@@ -62,11 +62,10 @@ class Episodes:
         """Count episodes that have ended, by return and length."""
         self.count += len(finished)
         self._recent.extend(finished)
-        for pair in finished:
-            for n, x in enumerate(pair):
-                self._sums[n] += x
-                self._lows[n] = min(self._lows[n], x)
-                self._highs[n] = max(self._highs[n], x)
+        for n, values in enumerate(zip(*finished, strict=True)):
+            self._sums[n] += sum(values)
+            self._lows[n] = min(self._lows[n], *values)
+            self._highs[n] = max(self._highs[n], *values)
 
     def as_dict(self) -> dict[str, Any]:
         """Return count, and mean, min, max and mean of the last 100 of return and length."""

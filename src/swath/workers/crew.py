@@ -14,11 +14,12 @@ workers, wait for them until the deadline, kill the rest.
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any
 
@@ -52,6 +53,7 @@ class Crew:
         self._listening = threading.RLock()
         self._closing = threading.Lock()  # taken once, for ever
         self._bell = os.pipe()
+        self._polled: tuple[tuple[int, ProcessLink], ...] | None = None
         self.shield = Shield()
         self._owner = os.getpid()
 
@@ -154,14 +156,25 @@ class Crew:
         """Wait until there is something new and put it in the queue of reports."""
         with self._listening:
             self._check_open()
-            sources: dict[Any, int] = {}
-            for number, link in self._links.items():
-                sources[link] = sources[link.sentinel] = number
+            sources = self._watched()
             with self.shield.lifted():
-                ready = _waited([*sources, self._bell[0]], self._patience())
+                ready = [descriptor for descriptor, _ in self._poller.poll(self._patience())]
             for number in dict.fromkeys(sources[one] for one in ready if one in sources):
-                self._hear(number, self._links[number] in ready)
+                self._hear(number, self._links[number].fileno() in ready)
             self._kill_late()
+
+    def _watched(self) -> dict[int, int]:
+        """Return whose each descriptor is that is waited on; they change only with the links."""
+        links = tuple(self._links.items())
+        if links != self._polled:
+            self._polled, self._poller = links, select.poll()
+            self._poller.register(self._bell[0], select.POLLIN)
+            self._sources = {}
+            for number, link in links:
+                for descriptor in (link.fileno(), link.sentinel):
+                    self._poller.register(descriptor, select.POLLIN)
+                    self._sources[descriptor] = number
+        return self._sources
 
     def _check_open(self) -> None:
         if self._closing.locked():
@@ -193,14 +206,16 @@ class Crew:
         self._ended[number] = Died(link.pid, code, late)
         self._reports.append((number, self._ended[number]))
 
-    def _patience(self) -> float | None:
-        """Return how long to wait before somebody is too late."""
+    def _patience(self) -> int | None:
+        """Return how many milliseconds to wait before somebody is too late."""
         if self._timeout is None:
             return None
         since = [
             times[0] for number, times in self._owing.items() if times and number in self._links
         ]
-        return max(0.0, min(since) + self._timeout - monotonic()) if since else None
+        if not since:
+            return None
+        return max(0, math.ceil((min(since) + self._timeout - monotonic()) * 1000))
 
     def _kill_late(self) -> None:
         if self._timeout is None:
@@ -208,7 +223,7 @@ class Crew:
         now = monotonic()
         for number, link in list(self._links.items()):
             times = self._owing[number]
-            if times and now - times[0] >= self._timeout and not _waited([link], 0):
+            if times and now - times[0] >= self._timeout and not link.waits():
                 link.kill()
                 self._bury(number, self._timeout)
 
@@ -236,8 +251,3 @@ class Crew:
 
 def _is_answer(report: Any) -> bool:
     return isinstance(report, _ANSWERS) or (isinstance(report, Failed) and report.slab is None)
-
-
-def _waited(sources: Sequence[Any], timeout: float | None) -> list[Any]:
-    """Return those of these sources that have something, once there is one."""
-    return list(wait(sources, timeout))
