@@ -37,7 +37,7 @@ from swath.envs.info import InfoNames
 from swath.envs.joined import check_equal
 from swath.errors import UsageError, WorkerError
 from swath.links import Bell, ProcessLink, pack
-from swath.links.launch import ending
+from swath.links.launch import ending, in_worker
 from swath.links.parcels import unpack_error
 from swath.memory import SharedMemory, Slab
 from swath.rollout import CallFailed
@@ -46,8 +46,8 @@ __all__ = ["ParallelEnv"]
 
 _GRACE = 5.0
 _OPEN_DESCRIPTORS = 64
-_SPINS = 2000
-"""Looks at the board before a process goes to sleep, if there are cores to spare: some 100 us."""
+_SPINS, _LOOKS = 2000, 100
+"""Looks at the board before a process or we go to sleep, while a core is idle: some 100 us."""
 
 
 class ParallelEnv(Env):
@@ -88,9 +88,8 @@ class ParallelEnv(Env):
                     f"the env maker is {maker!r}; processes make their own envs, so pass an id or "
                     "a callable that makes an env."
                 )
-        cores = len(os.sched_getaffinity(0))
-        workers = min(num_envs, num_workers or cores)
-        super().__init__(ParallelGroup(makers, workers, info_keys, spare=cores > workers))
+        workers = min(num_envs, num_workers or len(os.sched_getaffinity(0)))
+        super().__init__(ParallelGroup(makers, workers, info_keys))
 
 
 class ParallelGroup(Group):
@@ -98,9 +97,7 @@ class ParallelGroup(Group):
 
     needs_shared_memory = True
 
-    def __init__(
-        self, makers: Sequence[Any], workers: int, info_keys: InfoNames, *, spare: bool
-    ) -> None:
+    def __init__(self, makers: Sequence[Any], workers: int, info_keys: InfoNames) -> None:
         bounds = [len(makers) * number // workers for number in range(workers + 1)]
         self.spans = list(itertools.pairwise(bounds))
         self._board, self._ended = SharedMemory(8 * (4 + 3 * workers)), SharedMemory(len(makers))
@@ -111,7 +108,8 @@ class ParallelGroup(Group):
         """Of each process: the turn that it has done, the envs that ended in it, a failure."""
         self.ended = self._ended.array
         self.bells, self.done = [Bell() for _ in range(workers)], Bell()
-        self.spins = _SPINS if spare else 0
+        # A worker of a collector leaves the cores to its like.
+        self.cores = 0 if in_worker() else len(os.sched_getaffinity(0))
         self.turn = 0
         self.dead: str | None = None
         self.links: list[ProcessLink] = []
@@ -131,7 +129,8 @@ class ParallelGroup(Group):
     def _start(self, makers: Sequence[Any], info_keys: InfoNames) -> None:
         quiet = swath.filter_warnings_subprocess
         for number, (start, stop) in enumerate(self.spans):
-            job = makers[start:stop], info_keys, quiet, number, start, self.spins
+            spins = _SPINS if number < self.cores - 1 else 0
+            job = makers[start:stop], info_keys, quiet, number, start, spins
             self.links.append(ProcessLink(main, pack(job, "create_env_fn")))
         hosted: list[Hosted] = self._answers(range(len(self.links)))
         for number, (host, span) in enumerate(zip(hosted, self.spans, strict=True)):
@@ -324,15 +323,17 @@ class _BoundParallel:
         """Wait until all processes have done their turn, or one of them has ended."""
         group, poll, turn = self._group, self._group.poller.poll, self._group.turn
         done, turns = group.done.fileno(), group.own[:, 0]
-        for _ in range(group.spins // 16):
-            if (turns == turn).all():
-                return
-        while not (turns == turn).all():
+        looks = 0
+        while left := np.count_nonzero(turns != turn):
+            if left < group.cores and looks < _LOOKS:  # one core is idle: ours
+                looks += 1
+                continue
             for descriptor, _ in poll():
                 if descriptor == done:
                     group.done.take()
                 else:
                     group.lose([link.sentinel for link in group.links].index(descriptor))
+            looks = 0
 
     def _ended(self) -> list[int]:
         group = self._group

@@ -23,7 +23,7 @@ from swath.links import forkserver
 from swath.links.channel import Channel, close_all
 from swath.links.forkserver import STATUS
 
-__all__ = ["Launched", "ending", "launch", "server_pid", "stop_server"]
+__all__ = ["Launched", "ending", "in_worker", "launch", "server_pid", "stop_server"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = (
@@ -189,6 +189,11 @@ def _fork(descriptors: list[int]) -> int:
             _current.stop()
             _current = _Server()
             return _current.fork(descriptors)
+
+
+def in_worker() -> bool:
+    """Tell whether this process was launched as a worker."""
+    return forkserver.in_worker is not None
 
 
 def server_pid() -> int | None:
