@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from swath.collectors.background import Background, Pause
 from swath.collectors.options import Options
 from swath.delivery.split import split_trajectories
 from swath.delivery.trajectories import TrajectoryAssembler
@@ -46,6 +47,7 @@ class BaseCollector(abc.ABC):
             else None
         )
         self._bar = Bar(options.total_frames) if options.progress else None
+        self._background: Background | None = None
 
     # -- what subclasses provide ----------------------------------------------------------------
 
@@ -54,7 +56,7 @@ class BaseCollector(abc.ABC):
         """Return the next rollout and its number of frames; None if no env can go on."""
 
     @abc.abstractmethod
-    def _shutdown(self) -> None:
+    def _shutdown(self, timeout: float) -> None:
         """Free what the subclass holds."""
 
     # -- iteration ------------------------------------------------------------------------------
@@ -74,11 +76,17 @@ class BaseCollector(abc.ABC):
     def rollout(self) -> TensorDict | None:
         """Return one rollout as it is: not split, not processed, but counted."""
         self._check_open()
-        return self._rollout()
+        with self.pause():
+            return self._rollout()
 
     def _advance(self) -> tuple[Any] | None:
         """Return the next batch in a tuple, since a batch may be None with a replay buffer."""
         self._check_open()
+        if self.is_running() and not self._in_background():
+            raise UsageError(
+                "this collector collects in the background: draw from the replay buffer. "
+                "async_shutdown() ends it."
+            )
         started = perf_counter()
         if self.options.update_at_each_batch and self._batches:
             self.update_policy_weights_()
@@ -153,6 +161,53 @@ class BaseCollector(abc.ABC):
     def frames_per_batch(self) -> int:
         """Frames of a full batch."""
 
+    # -- in the background ----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect into the replay buffer in the background, until `total_frames` or the end.
+
+        What fails there is raised by the next call, and by the buffer's if it is one of swath's.
+        """
+        self._check_open()
+        buffer = self.options.replay_buffer
+        if buffer is None:
+            raise UsageError("start() collects into a replay buffer; pass replay_buffer=.")
+        if self.is_running():
+            raise UsageError("this collector was started already.")
+        self._part_from_learner()
+        fail = getattr(buffer, "fail", lambda error: None)
+        self._background = Background(lambda: self._advance() is not None, fail)
+        self._background.begin()
+
+    def _part_from_learner(self) -> None:  # noqa: B027 - workers have their own anyway
+        """Let the policy be one that the learner does not write to."""
+
+    def is_running(self) -> bool:
+        """Tell whether frames are collected in the background, or would be but for a pause."""
+        return self._background is not None and self._background.runs
+
+    def _in_background(self) -> bool:
+        return self._background is not None and self._background.is_own
+
+    def pause(self) -> Pause:
+        """Rest after the batch that is being made; go on at the end of a `with`, or by `resume()`.
+
+        Nothing, if nothing is collected in the background.
+        """
+        if self._background is None or not self.is_running() or self._in_background():
+            return Pause(None, False)
+        return self._background.pause()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._check_open()
+        if self._background is not None:
+            self._background.resume()
+
+    def async_shutdown(self, timeout: float = 5.0) -> None:
+        """End the collection in the background, and everything else; see `shutdown`."""
+        self.shutdown(timeout)
+
     # -- weights --------------------------------------------------------------------------------
 
     @property
@@ -172,6 +227,10 @@ class BaseCollector(abc.ABC):
         After an exception these are the whole steps of the broken rollout; with `trajs_per_batch`
         the trajectories that were waiting come first.
         """
+        with self.pause():
+            return self._left_over()
+
+    def _left_over(self) -> TensorDictBase | None:
         broken = self._broken()
         if self._assembler is None:
             return broken
@@ -183,20 +242,30 @@ class BaseCollector(abc.ABC):
     def _broken(self) -> TensorDict | None:
         """Return the whole steps of a rollout that failed, once."""
 
-    def shutdown(self) -> None:
-        """End the collection and close the envs; calling it again is nothing."""
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End the collection and close the envs; calling it again is nothing.
+
+        Args:
+            timeout: Seconds after which what has not ended by itself is ended or left alone.
+        """
         if self._closed:
             return
         self._closed = True
         if self._bar is not None:
             self._bar.close()
-        self._shutdown()
+        if self._background is not None:
+            self._background.stop(0.0)
+        self._shutdown(timeout)
+        if self._background is not None:
+            self._background.stop(timeout)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(
                 f"this {type(self).__name__} was shut down; make a new one to collect more."
             )
+        if self._background is not None and self._background.failure is not None:
+            raise self._background.failure
 
     def __enter__(self) -> BaseCollector:
         self._check_open()
@@ -230,6 +299,10 @@ class BaseCollector(abc.ABC):
         only states that you trust: it contains pickled envs.
         """
         self._check_open()
+        with self.pause():
+            return self._whole_state()
+
+    def _whole_state(self) -> dict[str, Any]:
         module = self._module()
         inner = {
             "source": self._source_state(),
@@ -258,10 +331,11 @@ class BaseCollector(abc.ABC):
         inner = pickle.loads(state["collector"].numpy().tobytes())
         if (inner["assembler"] is None) != (self._assembler is None):
             raise UsageError("one of state and collector has trajs_per_batch, the other has not.")
-        module = self._module()
-        if module is not None and "policy" in state:
-            module.load_state_dict(state["policy"])
-        self._load_source_state(inner["source"])
-        if self._assembler is not None:
-            self._assembler.load_state_dict(inner["assembler"])
-        self._frames, self._batches = state["frames"], state["batches"]
+        with self.pause():
+            module = self._module()
+            if module is not None and "policy" in state:
+                module.load_state_dict(state["policy"])
+            self._load_source_state(inner["source"])
+            if self._assembler is not None:
+                self._assembler.load_state_dict(inner["assembler"])
+            self._frames, self._batches = state["frames"], state["batches"]

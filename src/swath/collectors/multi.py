@@ -289,12 +289,16 @@ class MultiCollector(BaseCollector):
         block.publish({} if source is None else source, self._version + 1, numbers, later)
         self._version += 1
         if wait:
-            if later:
-                self._settle()
-            for number, answer in self._crew.call(dict.fromkeys(numbers, Acknowledge())).items():
-                if isinstance(answer, (Failed, Died)):
-                    self._mend(number, answer)
+            with self.pause():
+                self._acknowledge(numbers, later)
         return self._version
+
+    def _acknowledge(self, numbers: Sequence[int], later: bool) -> None:
+        if later:
+            self._settle()
+        for number, answer in self._crew.call(dict.fromkeys(numbers, Acknowledge())).items():
+            if isinstance(answer, (Failed, Died)):
+                self._mend(number, answer)
 
     def _publishes_later(self) -> bool:
         """Tell whether there are rollouts under way that are not to see new weights."""
@@ -312,18 +316,25 @@ class MultiCollector(BaseCollector):
         """
         self._check_open()
         message = SetSeed(checked_seed(seed))
+        with self.pause():
+            self._seed_all(message)
+        return seed
+
+    def _seed_all(self, message: SetSeed) -> None:
         self._settle()
         self._held.clear()
-        self._checked(self._crew.call(dict.fromkeys(range(self.num_workers), message)))
-        if self._assembler is not None:
-            self._assembler.discard_open()
-        return seed
+        self._tell_all(message)
 
     def reset(self) -> None:
         """Start new episodes with the next rollouts; open ones are cut where they stand."""
         self._check_open()
-        self._settle()
-        self._checked(self._crew.call(dict.fromkeys(range(self.num_workers), Reset())))
+        with self.pause():
+            self._settle()
+            self._tell_all(Reset())
+
+    def _tell_all(self, message: SetSeed | Reset) -> None:
+        """Let all workers cut their episodes off, in one way or the other."""
+        self._checked(self._crew.call(dict.fromkeys(range(self.num_workers), message)))
         if self._assembler is not None:
             self._assembler.discard_open()
 
@@ -380,18 +391,9 @@ class MultiCollector(BaseCollector):
             holders = [number for number, one in enumerate(versions) if one == version]
             self._block.publish(unpack(state["workers"][holders[0]])[1], version, holders)
 
-    def shutdown(self, timeout: float = 5.0) -> None:
-        """End the collection and the workers; calling it again is nothing.
-
-        Args:
-            timeout: Seconds after which workers that have not ended by themselves are killed.
-        """
-        self._grace = timeout
-        super().shutdown()
-
-    def _shutdown(self) -> None:
+    def _shutdown(self, timeout: float) -> None:
         self._ender.detach()
-        self._crew.close(self._grace)
+        self._crew.close(timeout)
         for memory in (*self._described, self._block.memory):
             memory.close_descriptor()
 

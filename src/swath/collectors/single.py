@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from swath.collectors.base import BaseCollector
 from swath.collectors.options import Options
 from swath.envs import as_group
 from swath.errors import UsageError
-from swath.memory.weights import copy_weights
+from swath.links import pack, unpack
+from swath.memory.weights import WeightSpec, copy_weights
 from swath.policies import made_by, policy_module
 from swath.rollout import Plan, Runner
 
@@ -47,6 +49,8 @@ class Collector(BaseCollector):
         if parsed.policy_factory is not None:
             policy = made_by(parsed.policy_factory)
         self._policy = policy
+        self._own_policy: torch.nn.Module | None = None
+        self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
         super().__init__(parsed)
         self.group = as_group(create_env_fn, parsed.create_env_kwargs)
         try:
@@ -66,8 +70,26 @@ class Collector(BaseCollector):
             return None
         n = self.group.num_envs
         steps = min(self._runner.plan.steps, -(-frames_left // n))
-        filled = self._runner.collect(int(steps))
+        refresh = None if self._own_policy is None else self._newest
+        stop = None if self._background is None else self._background.stopping
+        filled = self._runner.collect(int(steps), refresh=refresh, stop=stop)
         return self._runner.lend(filled), filled.frames
+
+    def _part_from_learner(self) -> None:
+        # No forward pass may see half of an update, so the thread's policy is its own.
+        if self._own_policy is None and self._module() is not None:
+            policy = unpack(pack(self._policy, "policy"))
+            self._own_policy = policy_module(policy)
+            self._runner.use_policy(policy)
+
+    def _newest(self) -> int:
+        """Take the newest weights, between two forward passes, and return their version."""
+        published = self._published
+        if published is not None and published[0] > self._runner.version:
+            assert self._own_policy is not None
+            copy_weights(published[1], self._own_policy)
+            return published[0]
+        return self._runner.version
 
     def _broken(self) -> TensorDict | None:
         filled, self._runner.partial = self._runner.partial, None
@@ -76,28 +98,32 @@ class Collector(BaseCollector):
         self._frames += filled.frames
         return self._runner.lend(filled)
 
-    def _shutdown(self) -> None:
+    def _shutdown(self, timeout: float) -> None:
+        if self._background is not None:
+            self._background.stop(timeout)  # the envs may be closed once it does not step them
         self.group.close()
 
     def reset(self) -> None:
         """Start new episodes with the next batch; open ones are cut where they stand."""
         self._check_open()
-        self._runner.reset()
-        if self._assembler is not None:
-            self._assembler.discard_open()
+        with self.pause():
+            self._runner.reset()
+            if self._assembler is not None:
+                self._assembler.discard_open()
 
     def set_seed(self, seed: int) -> int:
         """Restart every random stream from this seed, beginning with the next batch."""
         self._check_open()
-        self._runner.set_seed(checked_seed(seed))
-        if self._assembler is not None:
-            self._assembler.discard_open()
+        with self.pause():
+            self._runner.set_seed(checked_seed(seed))
+            if self._assembler is not None:
+                self._assembler.discard_open()
         return seed
 
     @property
     def policy_version(self) -> int:
         """The newest published version."""
-        return self._runner.version
+        return max(self._runner.version, self._published[0] if self._published else 0)
 
     def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
         """Publish weights to the policy and return their version.
@@ -108,6 +134,12 @@ class Collector(BaseCollector):
                 counts up.
         """
         self._check_open()
+        if self._own_policy is not None:
+            source = self._module() if policy_or_weights is None else policy_or_weights
+            fitting = WeightSpec.of(self._own_policy).fit(source)
+            weights = {name: value.detach().clone() for name, value in fitting.items()}
+            self._published = self.policy_version + 1, weights
+            return self.policy_version
         if policy_or_weights is not None and policy_or_weights is not self._policy:
             module = self._module()
             if module is None:
@@ -129,7 +161,7 @@ class Collector(BaseCollector):
             "frames_per_second": runner.frames_made / seconds if seconds else 0.0,
             "time": runner.shares.as_dict(),
             **runner.episodes.as_dict(),
-            "policy_version": runner.version,
+            "policy_version": self.policy_version,
             "slabs": runner.pool.made,
         }
 

@@ -143,9 +143,24 @@ class Runner:
         with self._surroundings():
             self._reset_all(slab)
             self._carry = {key: slab.arrays[key][0].copy() for key in carried}
-            index = 0 if self.interface.batched else (0, 0)
-            rows = {key: slab.tensors[key][index].clone() for key in carried}
-            probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
+            self._carry_dtypes = {key: slab.tensors[key].dtype for key in carried}
+            self._show()
+
+    def _show(self) -> None:
+        """Show the policy what it will see."""
+        index = slice(None) if self.interface.batched else 0
+        rows = {
+            key: torch.from_numpy(np.array(row[index])).view(self._carry_dtypes[key])
+            for key, row in self._carry.items()
+        }
+        probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
+
+    def use_policy(self, policy: Any) -> None:
+        """Go on with another policy of the same form: a copy that nobody else changes."""
+        self.user_policy = policy
+        self.policy = as_policy(policy, self.interface, self.sampler)
+        with self._surroundings():
+            self._show()
 
     def _env_fields(self) -> list[Field]:
         """Return the fields that do not depend on what the policy writes."""

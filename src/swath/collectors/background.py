@@ -1,0 +1,115 @@
+"""Collecting in a thread while the user trains.
+
+```
+ your thread:   start() ... sample, train, update_policy_weights_() ... pause() ... shutdown()
+ its thread:    batch --> replay buffer, batch --> replay buffer, ...   rests between two batches
+```
+
+A failure ends the thread and is kept: the next call of the user raises it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from swath.errors import ClosedError
+
+__all__ = ["Background", "Pause"]
+
+
+class Background:
+    """A thread that makes one batch after the other.
+
+    Args:
+        advance: Makes one batch; False when there are no more.
+        on_failure: Called with what it raised, from the thread.
+    """
+
+    def __init__(
+        self, advance: Callable[[], bool], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._advance, self._on_failure = advance, on_failure
+        self._state = threading.Condition()
+        self._wanted, self._resting, self._stopping = True, False, False
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="swath", daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while self._may_go_on() and self._advance():
+                pass
+        except ClosedError:
+            pass
+        except BaseException as error:
+            self.failure = error
+            self._on_failure(error)
+        finally:
+            with self._state:
+                self._resting = True
+                self._state.notify_all()
+
+    def _may_go_on(self) -> bool:
+        """Rest while that is wanted; False when it is time to end."""
+        with self._state:
+            while not self._wanted and not self._stopping:
+                self._resting = True
+                self._state.notify_all()
+                self._state.wait()
+            self._resting = False
+            return not self._stopping
+
+    @property
+    def runs(self) -> bool:
+        """Whether the thread is collecting, or would but for a pause."""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the caller is the thread itself."""
+        return threading.current_thread() is self._thread
+
+    def stopping(self) -> bool:
+        """Tell whether the thread is to end."""
+        return self._stopping
+
+    def pause(self) -> Pause:
+        """Rest after the batch that is being made; returns when it is made."""
+        with self._state:
+            before, self._wanted = self._wanted, False
+            while not self._resting:
+                self._state.wait()
+        return Pause(self, before)
+
+    def resume(self) -> None:
+        """Go on."""
+        with self._state:
+            self._wanted = True
+            self._state.notify_all()
+
+    def stop(self, timeout: float | None) -> bool:
+        """End the thread and tell whether it has ended within `timeout` seconds."""
+        with self._state:
+            self._stopping = True
+            self._state.notify_all()
+        if not self.is_own:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+class Pause:
+    """A pause that has begun; as a context manager it ends with the block."""
+
+    def __init__(self, background: Background | None, resumes: bool) -> None:
+        self._background, self._resumes = background, resumes
+
+    def __enter__(self) -> Pause:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._background is not None and self._resumes:
+            self._background.resume()

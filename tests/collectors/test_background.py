@@ -1,0 +1,169 @@
+"""Collecting in the background: `start`, `pause`, failures, weights that are never torn."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from swath.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from swath.envs import SerialEnv
+from swath.errors import ClosedError, EnvError, UsageError
+from swath.testing import CountingEnv, CrashingEnv, check_transitions
+
+
+class Kept:
+    """Anything with `extend` is a replay buffer."""
+
+    def __init__(self):
+        self.batches, self.error = [], None
+        self.filled = threading.Event()
+
+    def extend(self, batch):
+        self.batches.append(batch.clone())
+        self.filled.set()
+
+    def fail(self, error):
+        self.error = error
+
+    @property
+    def frames(self):
+        return sum(batch.numel() for batch in self.batches)
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+KINDS = {
+    "single": lambda **kw: Collector(SerialEnv(2, CountingEnv), **kw),
+    "sync": lambda **kw: MultiSyncCollector([CountingEnv] * 2, **kw),
+    "async": lambda **kw: MultiAsyncCollector([CountingEnv] * 2, **kw),
+    "one": lambda **kw: AsyncCollector(CountingEnv, **kw),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@kinds
+def test_it_collects_until_total_frames(kind):
+    buffer = Kept()
+    with KINDS[kind](
+        frames_per_batch=20, total_frames=200, seed=0, replay_buffer=buffer
+    ) as collector:
+        assert not collector.is_running()
+        collector.start()
+        until(lambda: not collector.is_running())
+        assert buffer.frames == 200
+        assert collector.stats()["frames"] == 200
+    assert check_transitions(buffer.batches) == 200
+
+
+@kinds
+def test_a_pause_rests_between_two_batches(kind):
+    buffer = Kept()
+    with KINDS[kind](frames_per_batch=20, seed=0, replay_buffer=buffer) as collector:
+        collector.start()
+        assert buffer.filled.wait(20)
+        with collector.pause():
+            assert collector.is_running()
+            before = buffer.frames
+            time.sleep(0.1)
+            assert buffer.frames == before
+            collector.state_dict()
+        until(lambda: buffer.frames > before)
+        collector.pause()
+        before = buffer.frames
+        time.sleep(0.05)
+        assert buffer.frames == before
+        collector.resume()
+        until(lambda: buffer.frames > before)
+        collector.async_shutdown()
+        assert not collector.is_running()
+    check_transitions(buffer.batches)
+
+
+@kinds
+def test_calls_that_make_no_sense_meanwhile(kind):
+    buffer = Kept()
+    with KINDS[kind](frames_per_batch=20, replay_buffer=buffer) as collector:
+        collector.start()
+        with pytest.raises(UsageError, match="in the background"):
+            collector.next()
+        with pytest.raises(UsageError, match="was started already"):
+            collector.start()
+        collector.set_seed(3)
+        collector.reset()
+    with pytest.raises(ClosedError):
+        collector.start()
+    with KINDS[kind](frames_per_batch=20) as collector, pytest.raises(UsageError, match="buffer"):
+        collector.start()
+
+
+@pytest.mark.parametrize("kind", ["single", "sync", "async"])
+def test_a_failure_is_raised_by_the_next_call(kind):
+    makers = [CountingEnv, lambda: CrashingEnv(at_step=50)]
+    make = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}[kind]
+    buffer = Kept()
+    with make(makers, frames_per_batch=20, seed=0, replay_buffer=buffer) as collector:
+        collector.start()
+        until(lambda: not collector.is_running())
+        for call in (collector.update_policy_weights_, collector.resume, collector.state_dict):
+            with pytest.raises(EnvError, match="env 1") as caught:
+                call()
+            assert isinstance(caught.value.__cause__, RuntimeError)
+        assert buffer.error is caught.value
+
+
+class Telling(nn.Module):
+    """Shows in its action whether both weights are of one version."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(200_000))
+        self.b = nn.Parameter(torch.zeros(200_000))
+
+    def forward(self, observation):
+        torn = (self.a[-1] != self.b[0]) | (self.a[0] != self.a[-1])
+        return {
+            "action": torn.long().expand(observation.shape[0]),
+            "value": self.a[0].expand(observation.shape[0]),
+        }
+
+
+def test_no_forward_pass_sees_half_of_an_update():
+    policy, buffer = Telling(), Kept()
+    with Collector(
+        SerialEnv(2, CountingEnv), policy, frames_per_batch=40, replay_buffer=buffer
+    ) as collector:
+        collector.start()
+        for version in range(1, 150):
+            with torch.no_grad():  # what an optimizer does, in place
+                policy.a.fill_(version)
+                policy.b.fill_(version)
+            assert collector.update_policy_weights_() == version
+            time.sleep(0.002)
+        until(lambda: buffer.batches[-1]["collector", "policy_version"].max() == 149)
+    data = torch.cat(buffer.batches, 1)
+    assert not data["action"].any()
+    assert torch.equal(data["value"], data["collector", "policy_version"].float())
+    assert len(data["value"].unique()) > 10
+
+
+def test_shutdown_does_not_wait_for_the_batch():
+    class Slow(CountingEnv):
+        def step(self, action):
+            time.sleep(0.01)
+            return super().step(action)
+
+    collector = Collector(Slow, frames_per_batch=100_000, replay_buffer=Kept())
+    collector.start()
+    time.sleep(0.1)
+    started = time.monotonic()
+    collector.async_shutdown()
+    assert time.monotonic() - started < 4
