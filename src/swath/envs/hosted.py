@@ -5,6 +5,7 @@ The words of the shared board say what to do: the step and the slab, or that a m
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ class _Host:
             for _ in range(spins):
                 if word[0] != stepped:
                     break
+                os.sched_yield()  # if anybody else wants this core, it is theirs
             if not self._bell.take():  # it rings as soon as the board is written
                 return
             turn, t, slab, mode = self._order.tolist()

@@ -46,8 +46,10 @@ __all__ = ["ParallelEnv"]
 
 _GRACE = 5.0
 _OPEN_DESCRIPTORS = 64
-_SPINS, _LOOKS = 2000, 100
-"""Looks at the board before a process or we go to sleep, while a core is idle: some 100 us."""
+_SPINS, _LOOKS = 300, 100
+"""Looks at the board before a process, or this one, goes to sleep: some 200 us.
+
+It costs more to wake a core that sleeps than a step of a cheap env takes."""
 
 
 class ParallelEnv(Env):
@@ -324,9 +326,10 @@ class _BoundParallel:
         group, poll, turn = self._group, self._group.poller.poll, self._group.turn
         done, turns = group.done.fileno(), group.own[:, 0]
         looks = 0
-        while left := np.count_nonzero(turns != turn):
-            if left < group.cores and looks < _LOOKS:  # one core is idle: ours
+        while (turns != turn).any():
+            if group.cores and looks < _LOOKS:
                 looks += 1
+                os.sched_yield()
                 continue
             for descriptor, _ in poll():
                 if descriptor == done:
