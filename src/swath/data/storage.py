@@ -1,0 +1,334 @@
+"""The ring of a replay buffer: columns of frames, and a ledger of which frames are whole.
+
+```
+ block:    | words | stamps | depth | before | an error |        columns: [capacity, *shape] by key
+ a stamp:  0  nothing     -(i + 1)  frame i is being written     i + 1  frame i is whole
+```
+
+Frames are numbered from 0 in the order in which rows are claimed; frame i stands in row
+i % capacity. A writer claims rows under the ledger's lock, which makes their stamps negative, copies
+without it, and sets the final stamps under it. A reader takes no lock: it looks at the stamps,
+copies, and looks again. A frame that is not whole is never seen, and readers hold nobody up.
+
+*Who owns what.* A writer owns the rows that it claimed, by a lock of the kernel on as many bytes of
+the block's file, until they are whole: a writer that is a lap ahead waits for one that is slow, and
+not for one that is dead. Both locks end with their process. What a killed writer had begun stays
+negative until the ring comes round; if it died while it changed the ledger, the next one counts
+again. On the heap the same locks are between threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from swath.data.columns import Column, Span, column_of
+from swath.data.datasets import LEDGER, LEDGER_WORDS, make_columns, partial_of, write_about
+from swath.errors import UsageError
+from swath.memory import Field, Layout, SharedMemory
+from swath.tree import Key, nest
+
+__all__ = ["Handle", "Ring", "make_ring", "open_ring"]
+
+
+class Word:
+    """The words of a ledger, shared by all who use it."""
+
+    CLAIMED = 0  # frames for which there was ever a row
+    FLOOR = 1  # the number of the first one since `empty`
+    HELD = 2  # rows that are whole
+    WRITTEN = 3  # frames written
+    CLEARED = 4  # how many of them before the last `empty`
+    DRAWN = 5  # samples drawn
+    NEWEST = 6  # the newest policy version
+    RUNS = 7  # whether depth and before are kept
+    BUSY = 8  # whether somebody changes the ledger
+    STATE = 9  # OPEN, CLOSED or FAILED
+    ERROR = 10  # bytes of the error
+
+
+OPEN, CLOSED, FAILED = range(3)
+ERROR_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Handle:
+    """All that another process needs to attach, beside the memory; it can be pickled."""
+
+    layout: Layout
+    directory: Path | None
+    pace: Mapping[str, float | None]
+
+
+class _Locks:
+    """What threads of one process share: the kernel's locks are those of the whole process.
+
+    For that reason they also end when the process closes any descriptor of the file.
+    """
+
+    def __init__(self) -> None:
+        self.writing, self.ledger = threading.Lock(), threading.Lock()
+
+
+_known: weakref.WeakValueDictionary[tuple[int, int], _Locks] = weakref.WeakValueDictionary()
+
+
+class Ring:
+    """Rows of frames and their ledger; see the top of the file.
+
+    Args:
+        layout: Of one frame, `steps` being the capacity.
+        columns: A tensor `[capacity, *shape]` for each key.
+        block: The ledger's bytes.
+        memory: That the ledger lies in, if others can attach to it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        columns: Mapping[Key, torch.Tensor],
+        block: np.ndarray,
+        memory: SharedMemory | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        self.layout, self.memory, self.directory = layout, memory, directory
+        self.capacity = capacity = layout.steps
+        self.columns: dict[Key, Column] = {k: column_of(t) for k, t in columns.items()}
+        whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
+        self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(3, capacity)
+        self.stamps, self.depth, self.before = rows
+        self._error = block[len(whole) * 8 :]
+        self._descriptor = None if memory is None else memory.descriptor
+        locks = _Locks()
+        if self._descriptor is not None:
+            status = os.fstat(self._descriptor)
+            locks = _known.setdefault((status.st_dev, status.st_ino), locks)
+        self._locks, self.writing = locks, locks.writing
+
+    # -- the ledger -----------------------------------------------------------------------------
+
+    def __enter__(self) -> Ring:
+        """Take the ledger: nobody claims rows or makes them whole meanwhile."""
+        self._locks.ledger.acquire()
+        if self._descriptor is not None:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
+        if self.words[Word.BUSY]:  # who had it was killed
+            self.words[Word.HELD] = np.count_nonzero(self.stamps > 0)
+        self.words[Word.BUSY] = 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.words[Word.BUSY] = kind is not None
+        if self._descriptor is not None:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
+        self._locks.ledger.release()
+
+    def fence(self) -> None:
+        """Keep processors that reorder memory accesses from doing so here: a lock does."""
+        with self._locks.ledger:
+            pass
+
+    def claim(self, frames: int, allowed: Callable[[], bool]) -> int | None:
+        """Return the number of the first frame to write, or None if it is to wait.
+
+        The last `capacity` of the frames get rows; `writing` must be held until `commit`.
+        """
+        with self:
+            first = int(self.words[Word.CLAIMED])
+            kept = min(frames, self.capacity)
+            spans = self.spans(first + frames - kept, kept)
+            if not allowed() or not self._own(spans):
+                return None
+            for start, stop, _ in spans:
+                self.words[Word.HELD] -= np.count_nonzero(self.stamps[start:stop] > 0)
+            self.words[Word.CLAIMED] = first + frames
+            self._stamp(spans, -np.arange(first + frames - kept + 1, first + frames + 1))
+        return first + frames - kept
+
+    def commit(self, first: int, kept: int, frames: int, version: int) -> None:
+        """Make rows whole; those that `empty` has taken meanwhile are left out."""
+        self.fence()
+        numbers, spans = np.arange(first + 1, first + kept + 1), self.spans(first, kept)
+        with self:
+            if first >= self.words[Word.FLOOR]:
+                self._stamp(spans, numbers)
+                self.words[Word.HELD] += kept
+            self.words[Word.WRITTEN] += frames
+            self.words[Word.NEWEST] = max(self.words[Word.NEWEST], version)
+            self._disown(spans)
+
+    def abandon(self, first: int, kept: int) -> None:
+        """Give claimed rows up."""
+        spans = self.spans(first, kept)
+        with self:
+            self._stamp(spans, np.zeros(kept, np.int64))
+            self._disown(spans)
+
+    def clear(self) -> None:
+        """Forget all frames; their numbers are not used again."""
+        with self:
+            self.words[Word.FLOOR], self.words[Word.CLEARED] = (
+                self.words[Word.CLAIMED],
+                self.words[Word.WRITTEN],
+            )
+            self.stamps[:] = 0
+            self.words[Word.HELD] = 0
+
+    def _stamp(self, spans: list[Span], values: np.ndarray) -> None:
+        for start, stop, at in spans:
+            self.stamps[start:stop] = values[at : at + stop - start]
+
+    def _own(self, spans: list[Span]) -> bool:
+        if self._descriptor is None:
+            return True
+        try:
+            for start, stop, _ in spans:
+                how = fcntl.LOCK_EX | fcntl.LOCK_NB
+                fcntl.lockf(self._descriptor, how, stop - start, 1 + start)
+        except (BlockingIOError, PermissionError):
+            self._disown(spans)
+            return False
+        return True
+
+    def _disown(self, spans: list[Span]) -> None:
+        if self._descriptor is not None:
+            for start, stop, _ in spans:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, stop - start, 1 + start)
+
+    # -- what readers ask -----------------------------------------------------------------------
+
+    def spans(self, first: int, frames: int) -> list[Span]:
+        """Return the rows of consecutive frames: one span, or two if they cross the seam."""
+        start = first % self.capacity
+        if start + frames <= self.capacity:
+            return [(start, start + frames, 0)]
+        return [
+            (start, self.capacity, 0),
+            (0, start + frames - self.capacity, self.capacity - start),
+        ]
+
+    def window(self) -> tuple[int, int]:
+        """Return the numbers from and up to which there can be frames."""
+        high = int(self.words[Word.CLAIMED])
+        return max(int(self.words[Word.FLOOR]), high - self.capacity), high
+
+    def whole(self, numbers: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """Tell which of these frames are here and whole; `rows` saves computing them."""
+        return self.stamps.take(numbers % self.capacity if rows is None else rows) == numbers + 1
+
+    def those_whole(self, numbers: np.ndarray) -> np.ndarray:
+        """Return those of these frames that are here and whole."""
+        whole = self.whole(numbers)
+        return numbers if whole.all() else numbers[whole]
+
+    def numbers(self) -> np.ndarray:
+        """Return the numbers of all frames that are whole, the oldest first."""
+        return np.sort(self.stamps[self.stamps > 0]) - 1
+
+    # -- the state of all who use it ------------------------------------------------------------
+
+    def tell(self, state: int, error: bytes = b"") -> None:
+        """Let everybody know that the buffer is closed or has failed."""
+        error = error[:ERROR_BYTES]
+        self._error[: len(error)] = np.frombuffer(error, np.uint8)
+        self.words[Word.ERROR] = len(error)
+        self.fence()
+        self.words[Word.STATE] = state
+
+    def told(self) -> bytes:
+        """Return the error that was told."""
+        return self._error[: int(self.words[Word.ERROR])].tobytes()
+
+
+def _block_size(capacity: int) -> int:
+    return -(-(8 * (LEDGER_WORDS + 3 * capacity) + ERROR_BYTES) // 64) * 64
+
+
+def _columns(layout: Layout, block: torch.Tensor) -> dict[Key, torch.Tensor]:
+    return {key: tensor[:, 0] for key, tensor in layout.tensors(block).items()}
+
+
+def make_ring(
+    frames: Mapping[Key, torch.Tensor], capacity: int, storage: str, directory: Path | None
+) -> Ring:
+    """Return an empty ring for frames like these, `[frames, *shape]` each."""
+    fields = [Field(key, tuple(value.shape[1:]), value.dtype) for key, value in frames.items()]
+    layout = Layout(fields, steps=capacity, envs=1)
+    if storage == "memmap":
+        assert directory is not None
+        _make_files(frames, capacity, directory)
+        return open_ring(capacity, directory)
+    size = _block_size(capacity)
+    if storage == "shared":
+        return attach(layout, SharedMemory(size + layout.nbytes))
+    device = "cpu" if storage == "memory" else storage
+    block = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    return Ring(layout, _columns(layout, block), np.zeros(size, np.uint8))
+
+
+def attach(layout: Layout, memory: SharedMemory, directory: Path | None = None) -> Ring:
+    """Return a ring on memory that the maker of the buffer has sent."""
+    size = _block_size(layout.steps)
+    if directory is not None:
+        return Ring(layout, _mapped(directory), memory.array[:size], memory, directory)
+    columns = _columns(layout, torch.from_numpy(memory.array[size:]))
+    return Ring(layout, columns, memory.array[:size], memory)
+
+
+def _make_files(frames: Mapping[Key, torch.Tensor], capacity: int, directory: Path) -> None:
+    """Write files for `capacity` frames beside the directory, and give them its name."""
+    partial = partial_of(directory)
+    partial.mkdir(parents=True)
+    columns = make_columns(partial, {key: value[:1].cpu() for key, value in frames.items()})
+    for column in columns.values():
+        column.cut(capacity)  # longer, rather: what is not written yet takes no room
+    tensors = {key: column.load(capacity) for key, column in columns.items()}
+    TensorDict(nest(tensors), [capacity]).memmap_(partial)
+    with (partial / LEDGER).open("wb") as file:
+        file.truncate(_block_size(capacity))
+    write_about(partial, {"capacity": capacity})
+    if directory.is_dir():
+        directory.rmdir()
+    partial.rename(directory)
+
+
+def open_ring(capacity: int, directory: Path) -> Ring:
+    """Return the ring that a directory holds, as its last writer left it."""
+    about = json.loads((directory / "swath.json").read_text())
+    if about["capacity"] != capacity:
+        raise UsageError(
+            f"{directory} has a buffer with capacity={about['capacity']}, not {capacity}; give the "
+            "same, or name another directory."
+        )
+    memory = SharedMemory(_block_size(capacity), os.open(directory / LEDGER, os.O_RDWR))
+    assert memory.descriptor is not None
+    try:
+        fcntl.flock(memory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{directory} is open in another buffer; close that, or attach to it (guide/replay.md)."
+        ) from None
+    tensors = _mapped(directory)
+    fields = [Field(key, tuple(value.shape[1:]), value.dtype) for key, value in tensors.items()]
+    ring = Ring(Layout(fields, capacity, 1), tensors, memory.array, memory, directory)
+    ring.stamps[ring.stamps < 0] = 0  # what a killed writer had begun
+    ring.words[Word.BUSY], ring.words[Word.STATE] = 1, OPEN
+    return ring
+
+
+def _mapped(directory: Path) -> dict[Key, torch.Tensor]:
+    flat = TensorDict.load_memmap(directory).items(True, True)
+    return {
+        (key,) if isinstance(key, str) else tuple(key): value.as_subclass(torch.Tensor)
+        for key, value in flat
+    }
