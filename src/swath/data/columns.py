@@ -60,6 +60,7 @@ class _HostColumn(Column):
         self._item = self._numpy if self._size == 1 else np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
         raw = tensor.reshape(len(tensor), self._size).view(torch.uint8).numpy()
         self._items = raw.view(self._item)[:, 0]
+        self._tail = tuple(self.shape)
         self._threads = nbytes >= _WORTH_THREADS
 
     def put(
@@ -93,9 +94,9 @@ class _HostColumn(Column):
         if self._threads:
             picked = self.tensor.index_select(0, torch.from_numpy(rows.reshape(-1)))
             return picked if rows.ndim == 1 else picked.view(*rows.shape, *self.shape)
-        array = self._items.take(rows)
+        array = self._items[rows]
         if self.shape:
-            array = array.view(self._numpy).reshape(*rows.shape, *self.shape)
+            array = array.view(self._numpy).reshape(rows.shape + self._tail)
         picked = torch.from_numpy(array)
         return picked if self._bits is self.dtype else picked.view(self.dtype)
 

@@ -33,8 +33,8 @@ class Pace:
         ratio = self.samples_per_insert
         if self.min_size < 1 or self.tolerance < 0 or (ratio is not None and not ratio > 0):
             raise UsageError(
-                "min_size must be at least 1, samples_per_insert positive or None and tolerance not "
-                f"negative; got {asdict(self)}."
+                "min_size must be at least 1, samples_per_insert positive or None, and tolerance "
+                f"not negative; got {asdict(self)}."
             )
 
     def ahead(self, ring: Ring) -> float:
@@ -85,7 +85,8 @@ class Prefetcher:
         self, owner_of: Callable[[], Any], make: Callable[[Any, threading.Event], Any]
     ) -> None:
         while not self._stop.is_set():
-            owner, answer = owner_of(), (None, None)
+            owner = owner_of()
+            answer: tuple[Any, BaseException | None]
             if owner is None:
                 return
             try:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.data import saving
 from swath.data.datasets import LEDGER
+from swath.data.frames import check_fit, frames_of, leaves, newest, taken, torn
 from swath.data.pacing import Pace, Prefetcher
 from swath.data.runs import Runs
 from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
@@ -117,10 +119,11 @@ class ReplayBuffer:
         self._ring: Ring | None = None
         self._runs: Runs | None = None
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None
         self._closed = self._attached = False
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
-        self._lag = [0, 0, 0]  # frames whose version is known, sum of their lags, the largest
+        self._lag = (0, 0, 0)  # frames whose version is known, sum of their lags, the largest
         if self._directory is not None and (self._directory / LEDGER).is_file():
             self._use(open_ring(capacity, self._directory))
 
@@ -138,8 +141,8 @@ class ReplayBuffer:
             )
         if self.capacity < 1 or self._pace.min_size > self.capacity:
             raise UsageError(
-                f"capacity={self.capacity} must be at least 1 and min_size={self._pace.min_size} not "
-                "above it."
+                f"capacity={self.capacity} must be at least 1, and min_size="
+                f"{self._pace.min_size} not above it."
             )
         if prefetch < 0 or (prefetch and self.batch_size is None):
             raise UsageError(f"prefetch={prefetch} needs a batch_size, and must not be negative.")
@@ -155,10 +158,10 @@ class ReplayBuffer:
         written or, if this raises, none.
         """
         self._check()
-        values, lead, mask = _frames(batch)
+        values, lead, mask = frames_of(batch)
         frames = math.prod(lead) if mask is None else int(np.count_nonzero(mask))
         ring = self._ring or self._allocate(values, len(lead))
-        self._fit(ring, values, len(lead))
+        check_fit(ring, values, len(lead))
         if not frames:
             return
         with ring.writing:
@@ -175,7 +178,7 @@ class ReplayBuffer:
                     ring.columns[key].put(spans, value, mask, skip)
                 if self._runs is not None:
                     self._runs.follow(ring, np.arange(first, first + kept))
-                version = _newest(values)
+                version = newest(values)
             except BaseException:
                 ring.abandon(first, kept)
                 self._runs = self._runs and Runs()  # what follows does not continue these
@@ -188,7 +191,7 @@ class ReplayBuffer:
 
     def prepare(self, batch: TensorDictBase) -> None:
         """Make the memory for frames like those of a batch, and write none."""
-        values, lead, _ = _frames(batch)
+        values, lead, _ = frames_of(batch)
         if self._ring is None:
             self._allocate(values, len(lead))
 
@@ -198,9 +201,9 @@ class ReplayBuffer:
                 taken = [key for key in values if key in (("index",), ("priority_weight",))]
                 if taken or not values:
                     raise UsageError(
-                        f"a batch with the keys {[key_name(key) for key in values]} cannot be stored: "
-                        "it needs at least one, and 'index' and 'priority_weight' are added by "
-                        "sample(). Rename them."
+                        f"a batch with the keys {[key_name(key) for key in values]} cannot be "
+                        "stored: it needs at least one, and 'index' and 'priority_weight' are "
+                        "added by sample(). Rename them."
                     )
                 flat = {key: value.flatten(0, dims - 1) for key, value in values.items()}
                 self._use(make_ring(flat, self.capacity, self.storage, self._directory))
@@ -222,28 +225,14 @@ class ReplayBuffer:
         if self._error is not None:
             self.fail(self._error)
 
-    def _fit(self, ring: Ring, values: Mapping[Key, torch.Tensor], dims: int) -> None:
-        columns = ring.columns
-        for key in values.keys() ^ columns.keys():
-            which = "lacks" if key in columns else "has a new key,"
-            raise UsageError(f"this batch {which} {key_name(key)}; all must have the same keys.")
-        for key, value in values.items():
-            column = columns[key]
-            if value.shape[dims:] != column.shape or value.dtype != column.dtype:
-                raise UsageError(
-                    f"{key_name(key)} is {value.dtype} {tuple(value.shape[dims:])} per frame in this "
-                    f"batch, but {column.dtype} {tuple(column.shape)} in the buffer; all batches must "
-                    "agree."
-                )
-
     # -- reading --------------------------------------------------------------------------------
 
     def sample(self, batch_size: int | None = None) -> Any:
         """Return frames drawn by the sampler, with their numbers as `"index"`.
 
-        Frame i is the i-th that was ever written. Where nobody is known to write (no collector runs,
-        no `samples_per_insert`, no `timeout`, not shared), too few frames are an error; otherwise
-        they are waited for.
+        Frame i is the i-th that was ever written. Where nobody is known to write (nothing to
+        `watch`, no `samples_per_insert`, no `timeout`, not shared), too few frames are an error;
+        otherwise they are waited for.
         """
         self._check()
         size = self.batch_size if batch_size is None else batch_size
@@ -255,7 +244,11 @@ class ReplayBuffer:
             if self._prefetcher is None:
                 self._prefetcher = Prefetcher(self, ReplayBuffer._drawn_ahead, self._prefetch)
             prefetcher = self._prefetcher
-        return prefetcher.next(self._check)
+        try:
+            return prefetcher.next(self._check)
+        except BaseException:
+            self._stop_prefetch()  # the next call starts anew
+            raise
 
     def _drawn_ahead(self, stop: threading.Event) -> Any:
         assert self.batch_size is not None
@@ -318,38 +311,37 @@ class ReplayBuffer:
             sampler: Draws others; with None there are none, and the answer is None.
         """
         rows = index % ring.capacity
-        values = {key: column.take(rows) for key, column in ring.columns.items()}
+        batch = taken(ring.nested, rows, index)
         ring.fence()
-        torn, tries = _torn(ring, index, rows), 0
-        while torn.size:
+        bad, tries = torn(ring, index, rows), 0
+        while bad.size:
             tries += 1
             # Writers that are too fast for us wait for once.
             with ring if tries > 8 else contextlib.nullcontext():
-                shape = (len(torn), *index.shape[1:])
+                shape = (len(bad), *index.shape[1:])
                 again = None if sampler is None else sampler.draw(ring, shape, self._rng)
                 if again is None:
                     return None
-                where, rows = torch.from_numpy(torn), again % ring.capacity
-                for key, column in ring.columns.items():
-                    values[key][where] = column.take(rows)
-                index[torn] = again
+                rows = again % ring.capacity
+                batch[torch.from_numpy(bad)] = taken(ring.nested, rows, again)  # index too
                 if tries <= 8:
                     ring.fence()
-                torn = torn[_torn(ring, again, rows)]
-        self._note_lag(ring, values.get(keys.POLICY_VERSION))
-        extras = {} if sampler is None else sampler.extras(ring, index)
-        for name, value in {"index": index, **extras}.items():
-            values[name,] = torch.from_numpy(value)
-        return _tensordict(nest(values), torch.Size(index.shape))
+                bad = bad[torn(ring, again, rows)]
+        self._note_lag(ring, batch)
+        if sampler is not None:
+            for name, value in sampler.extras(ring, index).items():
+                batch.set(name, torch.from_numpy(value))
+        return batch
 
-    def _note_lag(self, ring: Ring, versions: torch.Tensor | None) -> None:
-        if versions is not None and not versions.is_cuda and versions.numel():
-            newest, array = int(ring.words[Word.NEWEST]), versions.numpy()
+    def _note_lag(self, ring: Ring, batch: TensorDict) -> None:
+        if keys.POLICY_VERSION in ring.columns:
+            array = batch.get(keys.POLICY_VERSION).cpu().numpy()
+            newest = int(ring.words[Word.NEWEST])
+            total = newest * array.size - int(np.add.reduce(array, None))
+            most = newest - int(np.minimum.reduce(array, None))
             with self._lock:
-                count, total, most = self._lag
-                lag = newest * array.size - int(np.add.reduce(array, None))
-                most = max(most, newest - int(np.minimum.reduce(array, None)))
-                self._lag = [count + array.size, total + lag, most]
+                frames, lag, highest = self._lag
+                self._lag = (frames + array.size, lag + total, max(highest, most))
 
     def _finish(self, batch: Any) -> Any:
         if self._transform is not None:
@@ -359,7 +351,7 @@ class ReplayBuffer:
         return batch if self._device is None else batch.to(self._device, non_blocking=self._pin)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield all frames that are here now once, in random order; the last batch may be smaller."""
+        """Yield all frames that are here now once, in random order; the last batch is smaller."""
         self._check()
         size, ring = self.batch_size, self._ring
         if size is None:
@@ -448,9 +440,9 @@ class ReplayBuffer:
         self._rng.bit_generator.state = state["rng"]
         if "frames" not in state:
             return self.empty()
-        values = dict(_leaves(TensorDict(state["frames"], [len(state["numbers"])])))
+        values = dict(leaves(TensorDict(state["frames"], [len(state["numbers"])])))
         ring = self._ring or self._allocate(values, 1)
-        self._fit(ring, values, 1)
+        check_fit(ring, values, 1)
         numbers = state["numbers"].numpy()
         rows = numbers % self.capacity
         with ring.writing, ring:
@@ -475,7 +467,7 @@ class ReplayBuffer:
         return {"numbers": numbers, "words": ledger, "sampler": self.sampler.state_dict()}
 
     def save(self, directory: str | Path) -> None:
-        """Write all to a directory, which `load_dataset` reads too, in place of what was saved there.
+        """Write all to a directory, in place of what was saved there; `load_dataset` reads it too.
 
         A crash meanwhile leaves the one before whole. Writers wait until it is done.
         """
@@ -516,8 +508,8 @@ class ReplayBuffer:
         return buffer
 
     def fail(self, error: BaseException | None) -> None:
-        """Let every waiting and every later call raise an error, in all processes; None ends that."""
-        self._error = error
+        """Let all waiting and all later calls raise an error, in all processes; None ends that."""
+        self._error, self._trace = error, getattr(error, "__traceback__", None)
         if self._ring is not None:
             parcel = b"" if error is None else pack_error(error)
             if len(parcel) > ERROR_BYTES:
@@ -534,9 +526,7 @@ class ReplayBuffer:
         if ring is None or self._attached:
             return
         ring.tell(CLOSED)
-        if self.storage == "memmap":
-            assert ring.memory is not None
-            ring.memory.close_descriptor()  # lets another buffer open the directory
+        ring.let_go()
 
     def _check(self) -> None:
         """Raise if nothing can be written or drawn any more."""
@@ -551,7 +541,7 @@ class ReplayBuffer:
         if self._closed:
             raise ClosedError("this replay buffer was closed; make a new one.")
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._trace)
         if self.watch is not None:
             self.watch()
 
@@ -578,51 +568,3 @@ def _sampler(given: str | Sampler) -> Sampler:
             "SliceSampler(slice_len=16)."
         )
     return _SAMPLERS[given]()
-
-
-def _frames(
-    batch: TensorDictBase,
-) -> tuple[dict[Key, torch.Tensor], torch.Size, np.ndarray | None]:
-    """Return the tensors of a batch by key, its batch size, and its mask."""
-    if not isinstance(batch, TensorDictBase) or not batch.batch_dims:
-        raise UsageError(
-            f"expected a batch, a TensorDict [*, T]; got {type(batch).__name__}"
-            f"{getattr(batch, 'batch_size', '')}. A single frame goes to add()."
-        )
-    values, lead = dict(_leaves(batch)), batch.batch_size
-    mask = values.pop(keys.MASK, None)
-    return values, lead, None if mask is None else mask.cpu().numpy().reshape(lead)
-
-
-def _leaves(batch: TensorDictBase, above: Key = ()) -> Iterator[tuple[Key, torch.Tensor]]:
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            yield (*above, name), value
-        elif isinstance(value, TensorDictBase):
-            yield from _leaves(value, (*above, name))
-        else:
-            raise UsageError(
-                f"{key_name((*above, name))} holds {type(value).__name__}, which has no array form; "
-                "take it out of the batch (after compact_obs: swath.collectors.utils.restore_next)."
-            )
-
-
-def _newest(values: Mapping[Key, torch.Tensor]) -> int:
-    versions = values.get(keys.POLICY_VERSION)
-    return 0 if versions is None else int(versions.cpu().numpy().max())
-
-
-def _torn(ring: Ring, index: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return where frames, or slices with frames, are not whole any more."""
-    whole = ring.whole(index, rows)
-    return np.flatnonzero(~(whole if whole.ndim == 1 else whole.all(1)))
-
-
-def _tensordict(values: dict[str, Any], size: torch.Size) -> TensorDict:
-    """Return a TensorDict of tensors that are known to fit: a fifth of the time of checking them."""
-    source = {
-        name: _tensordict(value, size) if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    names = None if len(size) == 1 else [None, "time"]
-    return TensorDict._new_unsafe(source, size, names=names)

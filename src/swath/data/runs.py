@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from swath.data.storage import Ring
@@ -25,20 +27,25 @@ class Runs:
         """Note frames that have just been copied into their rows, in the order of time."""
         if not len(numbers):
             return
-        rows = numbers % ring.capacity
-        ids = ring.columns[keys.TRAJ_IDS].take(rows).cpu().numpy().reshape(-1)
+        first = int(numbers[0])
+        rows: Any = numbers % ring.capacity
+        if (
+            numbers[-1] - first + 1 == len(numbers)
+            and len(spans := ring.spans(first, len(numbers))) == 1
+        ):
+            rows = slice(*spans[0][:2])
+        ids = ring.columns[keys.TRAJ_IDS].tensor[rows].cpu().numpy().reshape(-1)
         new = np.ones(len(ids), np.bool_)
         new[1:] = ids[1:] != ids[:-1]
         ended = np.zeros(len(ids), np.bool_)
         if keys.NEXT_DONE in ring.columns:
-            ended = ring.columns[keys.NEXT_DONE].take(rows).cpu().numpy().reshape(-1)
+            ended = ring.columns[keys.NEXT_DONE].tensor[rows].cpu().numpy().reshape(-1)
             new[1:] |= ended[:-1]
-        place = np.arange(len(ids))
         starts = np.flatnonzero(new)
-        depth = place - np.maximum.accumulate(np.where(new, place, 0)) + 1
+        stops = np.append(starts[1:], len(ids))
+        depth = np.arange(1, len(ids) + 1) - np.repeat(starts, stops - starts)
         before = np.concatenate([numbers[:1], numbers[:-1]])
         before[starts] = -1
-        stops = np.append(starts[1:], len(ids))
         known = zip(ids[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
         open_after = (~ended[stops - 1]).tolist()
         for (trajectory, start, stop), goes_on in zip(known, open_after, strict=True):

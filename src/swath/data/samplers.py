@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -53,34 +52,42 @@ class Sampler(abc.ABC):
 
     def load_state_dict(self, ring: Ring, state: dict[str, Any]) -> None:
         """Go on from `state_dict`."""
+        return
 
 
-def _random(
+def _random(ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the numbers of up to `count` frames that are whole, each as likely as any other."""
+    low, high = ring.window()
+    rows = (rng.random(count) * (high - low)).astype(np.int64)
+    if high - low < ring.capacity:
+        rows += low
+        rows %= ring.capacity
+    numbers = ring.stamps.take(rows)
+    numbers -= 1
+    return numbers if numbers.min(initial=0) >= 0 else numbers[numbers >= 0]
+
+
+def _enough(
     ring: Ring, count: int, rng: np.random.Generator, fit: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray | None:
-    """Return `count` of what `fit` makes of frames, each as likely as any other.
+    """Return `count` of what `fit` makes of random frames, or None if none of them fits.
 
     Args:
         ring: Where they are.
         count: How many.
         rng: Random numbers.
-        fit: Takes numbers and returns something for those that can be used, in the same order.
+        fit: Takes numbers of frames and returns something for each of those that can be used.
     """
     found: list[np.ndarray] = []
-    low, high = ring.window()
-    missing = count
-    for tries in (1, 4, 16):
-        if low == high:
-            return None
-        numbers = low + (rng.random(missing * tries) * (high - low)).astype(np.int64)
-        found.append(fit(numbers)[:missing])
-        missing -= len(found[-1])
-        if not missing:
-            return np.concatenate(found) if len(found) > 1 else found[0]
+    for tries in (2, 8, 32):
+        found.append(fit(_random(ring, tries * count, rng))[:count])
+        count -= len(found[-1])
+        if not count:
+            return np.concatenate(found)
     fitting = fit(ring.numbers())
     if not len(fitting):
         return None
-    return np.concatenate([*found, fitting[rng.integers(len(fitting), size=missing)]])
+    return np.concatenate([*found, fitting[rng.integers(len(fitting), size=count)]])
 
 
 class UniformSampler(Sampler):
@@ -100,7 +107,10 @@ class UniformSampler(Sampler):
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
     ) -> np.ndarray | None:
         if self.replacement:
-            return _random(ring, shape[0], rng, ring.those_whole)
+            numbers = _random(ring, shape[0], rng)
+            if len(numbers) == shape[0]:
+                return numbers
+            return _enough(ring, shape[0], rng, lambda numbers: numbers)
         with self._lock:
             left = self._left[ring.whole(self._left)]
             if len(left) < shape[0]:
@@ -122,8 +132,8 @@ class SliceSampler(Sampler):
     """Runs of consecutive frames of one trajectory, in the order of time.
 
     A batch has batch size `[slices, frames of each]` and its last dimension is called `time`, as a
-    collector's has. Frames of an env count as consecutive across batches that were written one after
-    the other. A slice is chosen by its last frame, all of which are equally likely.
+    collector's has. Frames of an env count as consecutive across the batches of
+    one writer. A slice is chosen by its last frame, all of which are equally likely.
 
     Args:
         num_slices: How many; each is `batch_size / num_slices` long.
@@ -157,7 +167,7 @@ class SliceSampler(Sampler):
         count, length = shape
 
         def slices(last: np.ndarray) -> np.ndarray:
-            last = last[ring.depth.take(last % ring.capacity) >= length]
+            last = last[ring.depth.take(last % ring.capacity) >= length][: 2 * count]
             index = np.empty((length, len(last)), np.int64)
             for step in range(length - 1, -1, -1):
                 index[step] = last
@@ -165,15 +175,15 @@ class SliceSampler(Sampler):
             index = index.T
             return index[ring.whole(index).all(1)]
 
-        return _random(ring, count, rng, slices)
+        return _enough(ring, count, rng, slices)
 
 
 class PrioritizedSampler(Sampler):
     """Frames with a higher priority come more often (Schaul et al., 2016).
 
     A frame of priority p is drawn in proportion to `(p + eps) ** alpha`; a new one has the highest
-    priority so far. Batches have `"priority_weight"`: `(1 / (frames * probability)) ** beta`, divided
-    by the largest of the batch. The attribute `beta` may be changed at any time.
+    priority so far. Batches have `"priority_weight"`: `probability ** -beta` divided by its largest
+    in the batch. The attribute `beta` may be changed at any time.
 
     Args:
         alpha: 0 draws all frames alike.
@@ -200,16 +210,15 @@ class PrioritizedSampler(Sampler):
         with self._lock:
             while (missing := np.flatnonzero(index < 0)).size:
                 self._follow(ring)
-                if not (total := self._tree.total()) > 0:
+                if not self._tree.total() > 0:
                     return None
-                rows = self._tree.find(rng.random(len(missing)) * total)
-                rows = np.minimum(rows, ring.capacity - 1)  # beyond by rounding
+                rows = self._tree.find(rng.random(len(missing)))
                 index[missing] = ring.stamps.take(rows) - 1  # negative if not whole: once more
         return index
 
     def extras(self, ring: Ring, index: np.ndarray) -> dict[str, np.ndarray]:
         with self._lock:
-            share = self._tree.values(index % ring.capacity)
+            share = self._tree.flat.take(index % ring.capacity)
         share = np.maximum(share, np.finfo(np.float64).tiny) ** -self.beta
         return {"priority_weight": (share / share.max()).astype(np.float32)}
 
@@ -244,7 +253,7 @@ class PrioritizedSampler(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
-            values = self._tree.values(np.arange(self._tree.size))
+            values = self._tree.flat[: self._tree.size].copy()
             state = {"highest": self._highest, "seen": self._seen, "floor": self._floor}
             return {**state, "values": torch.from_numpy(values)}
 
@@ -260,41 +269,34 @@ class PrioritizedSampler(Sampler):
 
 
 class _SumTree:
-    """Numbers, and the sums of each 16 of them, and the sums of each 16 of those.
+    """Numbers, and the sum of each 64 of them.
 
-    With few levels, each a few calls of numpy for all that is asked, it needs no other language.
+    Two levels rather than many: each is a few calls of numpy for all that is asked at once.
     """
 
-    fan = 16
+    block = 64
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._levels: list[np.ndarray] = []
-        while not self._levels or len(self._levels[-1]) > 1:
-            groups = -(-size // self.fan)
-            self._levels.append(np.zeros((groups, self.fan)))
-            size = groups
+        self._blocks = np.zeros((-(-size // self.block), self.block))
+        self.flat = self._blocks.reshape(-1)
+        self._sums = np.zeros(len(self._blocks))
 
     def total(self) -> float:
-        return float(self._levels[-1].sum())
-
-    def values(self, rows: np.ndarray) -> np.ndarray:
-        return self._levels[0].reshape(-1)[rows]
+        return float(self._sums.sum())
 
     def set(self, rows: np.ndarray, values: np.ndarray) -> None:
-        self._levels[0].reshape(-1)[rows] = values
-        for below, level in pairwise(self._levels):
-            rows = rows // self.fan
-            rows = rows[np.flatnonzero(np.diff(rows, prepend=-1))]  # neighbours share a sum
-            level.reshape(-1)[rows] = below[rows].sum(1)
+        self.flat[rows] = values
+        blocks = rows // self.block
+        blocks = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]  # neighbours share one
+        self._sums[blocks] = self._blocks[blocks].sum(1)
 
-    def find(self, mass: np.ndarray) -> np.ndarray:
-        """Return for each mass the row at which the sum of all before it and its own exceeds it."""
-        node = np.zeros(len(mass), np.int64)
-        each = np.arange(len(mass))
-        for level in reversed(self._levels):
-            sums = level[node].cumsum(1)
-            child = np.minimum((sums <= mass[:, None]).sum(1), self.fan - 1)
-            mass = mass - np.where(child > 0, sums[each, child - 1], 0.0)
-            node = node * self.fan + child
-        return node
+    def find(self, shares: np.ndarray) -> np.ndarray:
+        """Return the rows at which the sum of all up to there exceeds these shares of the total."""
+        upto = self._sums.cumsum()
+        mass = shares * upto[-1]
+        block = np.minimum(np.searchsorted(upto, mass, side="right"), len(upto) - 1)
+        sums = self._blocks[block].cumsum(1)
+        mass -= upto[block] - self._sums[block]
+        inside = sums > np.minimum(mass, sums[:, -1] * (1 - 1e-12))[:, None]  # despite rounding
+        return np.minimum(block * self.block + inside.argmax(1), self.size - 1)

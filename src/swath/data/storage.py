@@ -6,9 +6,9 @@
 ```
 
 Frames are numbered from 0 in the order in which rows are claimed; frame i stands in row
-i % capacity. A writer claims rows under the ledger's lock, which makes their stamps negative, copies
-without it, and sets the final stamps under it. A reader takes no lock: it looks at the stamps,
-copies, and looks again. A frame that is not whole is never seen, and readers hold nobody up.
+i % capacity. A writer claims rows under the ledger's lock, which makes their stamps negative,
+copies without it, and sets the final stamps under it. A reader copies without a lock: it looks at
+the stamps, copies, and looks again. A frame that is not whole is never seen.
 
 *Who owns what.* A writer owns the rows that it claimed, by a lock of the kernel on as many bytes of
 the block's file, until they are whole: a writer that is a lap ahead waits for one that is slow, and
@@ -104,6 +104,7 @@ class Ring:
         self.layout, self.memory, self.directory = layout, memory, directory
         self.capacity = capacity = layout.steps
         self.columns: dict[Key, Column] = {k: column_of(t) for k, t in columns.items()}
+        self.nested = nest(self.columns)
         whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
         self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(3, capacity)
         self.stamps, self.depth, self.before = rows
@@ -226,11 +227,6 @@ class Ring:
         """Tell which of these frames are here and whole; `rows` saves computing them."""
         return self.stamps.take(numbers % self.capacity if rows is None else rows) == numbers + 1
 
-    def those_whole(self, numbers: np.ndarray) -> np.ndarray:
-        """Return those of these frames that are here and whole."""
-        whole = self.whole(numbers)
-        return numbers if whole.all() else numbers[whole]
-
     def numbers(self) -> np.ndarray:
         """Return the numbers of all frames that are whole, the oldest first."""
         return np.sort(self.stamps[self.stamps > 0]) - 1
@@ -244,6 +240,11 @@ class Ring:
         self.words[Word.ERROR] = len(error)
         self.fence()
         self.words[Word.STATE] = state
+
+    def let_go(self) -> None:
+        """Let another buffer open the directory."""
+        if self.directory is not None and self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def told(self) -> bytes:
         """Return the error that was told."""
@@ -316,7 +317,7 @@ def open_ring(capacity: int, directory: Path) -> Ring:
         fcntl.flock(memory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(
-            f"{directory} is open in another buffer; close that, or attach to it (guide/replay.md)."
+            f"{directory} is open in another buffer; close that one, or attach to it."
         ) from None
     tensors = _mapped(directory)
     fields = [Field(key, tuple(value.shape[1:]), value.dtype) for key, value in tensors.items()]
