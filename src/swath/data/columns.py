@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from itertools import groupby, pairwise
+from typing import cast
 
 import numpy as np
 import torch
 
 from swath.memory import numpy_dtype
+from swath.tree import Key
 
-__all__ = ["Column", "Span", "column_of"]
+__all__ = ["Column", "Group", "Span", "column_of", "groups_of"]
 
 Span = tuple[int, int, int]
 """Rows from start to stop, and how many frames of the batch stand before them."""
@@ -94,11 +98,50 @@ class _HostColumn(Column):
         if self._threads:
             picked = self.tensor.index_select(0, torch.from_numpy(rows.reshape(-1)))
             return picked if rows.ndim == 1 else picked.view(*rows.shape, *self.shape)
-        array = self._items[rows]
-        if self.shape:
-            array = array.view(self._numpy).reshape(rows.shape + self._tail)
-        picked = torch.from_numpy(array)
-        return picked if self._bits is self.dtype else picked.view(self.dtype)
+        return self._as_tensor(self._items[rows], rows.shape + self._tail)
+
+    def _as_tensor(self, items: np.ndarray, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.from_numpy(items.view(self._numpy).reshape(shape))
+        return tensor if self._bits is self.dtype else tensor.view(self.dtype)
+
+    def beside(self, others: list[Column]) -> np.ndarray | None:
+        """Return the items of this and others, `[columns, capacity]`, if they are equally apart."""
+        apart = {b.tensor.data_ptr() - a.tensor.data_ptr() for a, b in pairwise([self, *others])}
+        alike = all(isinstance(one, _HostColumn) and one._item == self._item for one in others)
+        if self._threads or not alike or len(apart) != 1:
+            return None
+        strides = (apart.pop(), self._items.strides[0])
+        shape = (1 + len(others), len(self._items))
+        return np.lib.stride_tricks.as_strided(self._items, shape, strides)
+
+
+class Group:
+    """Columns of one kind that lie side by side: one call picks the rows of all of them.
+
+    Args:
+        columns: With the same shape and dtype.
+    """
+
+    def __init__(self, columns: Mapping[Key, Column]) -> None:
+        self._columns = columns
+        self._first, *others = columns.values()
+        host = others and isinstance(self._first, _HostColumn)
+        self._items = self._first.beside(others) if host else None  # type: ignore[attr-defined]
+
+    def take(self, rows: np.ndarray) -> Iterable[tuple[Key, torch.Tensor]]:
+        """Return copies of rows, by key."""
+        if self._items is None:
+            return [(key, column.take(rows)) for key, column in self._columns.items()]
+        first = cast(_HostColumn, self._first)
+        shape = (len(self._items), *rows.shape, *first._tail)
+        picked = first._as_tensor(self._items.take(rows, 1), shape)
+        return zip(self._columns, picked.unbind(0), strict=True)
+
+
+def groups_of(columns: Mapping[Key, Column]) -> list[Group]:
+    """Return columns that follow one another and are of one kind as groups."""
+    kinds = groupby(columns.items(), lambda pair: (pair[1].dtype, pair[1].shape))
+    return [Group(dict(members)) for _, members in kinds]
 
 
 def column_of(tensor: torch.Tensor) -> Column:

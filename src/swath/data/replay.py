@@ -311,7 +311,7 @@ class ReplayBuffer:
             sampler: Draws others; with None there are none, and the answer is None.
         """
         rows = index % ring.capacity
-        batch = taken(ring.nested, rows, index)
+        batch = taken(ring, rows, index)
         ring.fence()
         bad, tries = torn(ring, index, rows), 0
         while bad.size:
@@ -323,7 +323,7 @@ class ReplayBuffer:
                 if again is None:
                     return None
                 rows = again % ring.capacity
-                batch[torch.from_numpy(bad)] = taken(ring.nested, rows, again)  # index too
+                batch[torch.from_numpy(bad)] = taken(ring, rows, again)  # index too
                 if tries <= 8:
                     ring.fence()
                 bad = bad[torn(ring, again, rows)]

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from swath.data.columns import Column, Span, column_of
+from swath.data.columns import Column, Span, column_of, groups_of
 from swath.data.datasets import LEDGER, LEDGER_WORDS, make_columns, partial_of, write_about
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
@@ -104,7 +104,7 @@ class Ring:
         self.layout, self.memory, self.directory = layout, memory, directory
         self.capacity = capacity = layout.steps
         self.columns: dict[Key, Column] = {k: column_of(t) for k, t in columns.items()}
-        self.nested = nest(self.columns)
+        self.groups, self.tree = groups_of(self.columns), nest({key: key for key in columns})
         whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
         self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(3, capacity)
         self.stamps, self.depth, self.before = rows
@@ -264,6 +264,7 @@ def make_ring(
 ) -> Ring:
     """Return an empty ring for frames like these, `[frames, *shape]` each."""
     fields = [Field(key, tuple(value.shape[1:]), value.dtype) for key, value in frames.items()]
+    fields.sort(key=lambda field: (str(field.dtype), field.shape))  # of one kind side by side
     layout = Layout(fields, steps=capacity, envs=1)
     if storage == "memmap":
         assert directory is not None
