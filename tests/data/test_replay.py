@@ -410,7 +410,7 @@ def test_stats_tell_the_ratio_and_the_lag() -> None:
         "size": 100,
         "frames": 100,
         "samples": 100,
-        "samples_per_insert": 1.0,
+        "sample_ratio": 1.0,
         "lag_mean": pytest.approx(lag.mean().item()),
         "lag_max": lag.max().item(),
     }

@@ -410,7 +410,7 @@ class ReplayBuffer:
             "size": len(self),
             "frames": written,
             "samples": drawn,
-            "samples_per_insert": drawn / written if written else 0.0,
+            "sample_ratio": drawn / written if written else 0.0,
             "lag_mean": total / count if count else 0.0,
             "lag_max": most,
         }
