@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
-from typing import cast
 
 import numpy as np
 import torch
@@ -13,12 +12,12 @@ import torch
 from swath.memory import numpy_dtype
 from swath.tree import Key
 
-__all__ = ["Column", "Group", "Span", "column_of", "groups_of"]
+__all__ = ["WORTH_THREADS", "Column", "Group", "Span", "column_of", "groups_of"]
 
 Span = tuple[int, int, int]
 """Rows from start to stop, and how many frames of the batch stand before them."""
 
-_WORTH_THREADS = 4096
+WORTH_THREADS = 4096
 """From this many bytes per frame on torch copies, since it has several threads for it."""
 _ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 _NUMPY_KNOWS = {torch.from_numpy(np.zeros(1, name)).dtype for name in "?bhilBHILefdFD"}
@@ -62,10 +61,9 @@ class _HostColumn(Column):
         self._bits = self.dtype if known else _BITS[self.dtype.itemsize]
         self._numpy = numpy_dtype(self._bits)
         self._item = self._numpy if self._size == 1 else np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
-        raw = tensor.reshape(len(tensor), self._size).view(torch.uint8).numpy()
-        self._items = raw.view(self._item)[:, 0]
+        self._items = self._as_items(tensor)
         self._tail = tuple(self.shape)
-        self._threads = nbytes >= _WORTH_THREADS
+        self._threads = nbytes >= WORTH_THREADS
 
     def put(
         self, spans: list[Span], value: torch.Tensor, mask: np.ndarray | None, skip: int
@@ -104,19 +102,18 @@ class _HostColumn(Column):
         tensor = torch.from_numpy(items.view(self._numpy).reshape(shape))
         return tensor if self._bits is self.dtype else tensor.view(self.dtype)
 
-    def beside(self, others: list[Column]) -> np.ndarray | None:
-        """Return the items of this and others, `[columns, capacity]`, if they are equally apart."""
+    def records(self, others: list[Column]) -> np.ndarray | None:
+        """Return what this and others hold for each frame as one item, if it is in one piece."""
         apart = {b.tensor.data_ptr() - a.tensor.data_ptr() for a, b in pairwise([self, *others])}
-        alike = all(isinstance(one, _HostColumn) and one._item == self._item for one in others)
-        if self._threads or not alike or len(apart) != 1:
+        size = self._item.itemsize * (1 + len(others))
+        if apart != {self._item.itemsize} or self._items.strides != (size,):
             return None
-        strides = (apart.pop(), self._items.strides[0])
-        shape = (1 + len(others), len(self._items))
-        return np.lib.stride_tricks.as_strided(self._items, shape, strides)
+        shape, strides = (len(self._items), 1 + len(others)), (size, self._item.itemsize)
+        return np.lib.stride_tricks.as_strided(self._items, shape, strides).view(f"V{size}")[:, 0]
 
 
 class Group:
-    """Columns of one kind that lie side by side: one call picks the rows of all of them.
+    """Columns of one kind: what they hold for a frame may stand together, and is picked at once.
 
     Args:
         columns: With the same shape and dtype.
@@ -125,16 +122,18 @@ class Group:
     def __init__(self, columns: Mapping[Key, Column]) -> None:
         self._columns = columns
         self._first, *others = columns.values()
-        host = others and isinstance(self._first, _HostColumn)
-        self._items = self._first.beside(others) if host else None  # type: ignore[attr-defined]
+        self._records: np.ndarray | None = None
+        if others and isinstance(self._first, _HostColumn):
+            self._records = self._first.records(others)
 
     def take(self, rows: np.ndarray) -> Iterable[tuple[Key, torch.Tensor]]:
-        """Return copies of rows, by key."""
-        if self._items is None:
+        """Return copies of rows, contiguous, by key."""
+        first = self._first
+        if self._records is None or not isinstance(first, _HostColumn):
             return [(key, column.take(rows)) for key, column in self._columns.items()]
-        first = cast(_HostColumn, self._first)
-        shape = (len(self._items), *rows.shape, *first._tail)
-        picked = first._as_tensor(self._items.take(rows, 1), shape)
+        count = len(self._columns)
+        items = self._records[rows].view(first._item).reshape(-1, count).T.copy()
+        picked = first._as_tensor(items, (count, *rows.shape, *first._tail))
         return zip(self._columns, picked.unbind(0), strict=True)
 
 

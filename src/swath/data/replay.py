@@ -495,16 +495,16 @@ class ReplayBuffer:
                 f"a buffer with storage={self.storage!r} has nothing to attach to"
                 + (" yet: extend() or prepare() it first." if ring is None else "; use 'shared'.")
             )
-        return Handle(ring.layout, ring.directory, asdict(self._pace)), ring.memory
+        return Handle(ring.fields, self.capacity, ring.directory, asdict(self._pace)), ring.memory
 
     @classmethod
     def attached(cls, handle: Handle, memory: SharedMemory, **options: Any) -> ReplayBuffer:
         """Return the buffer of another process, to write or to sample; options as of the class."""
         for name in ("capacity", "storage", "directory"):
             options.pop(name, None)
-        buffer = cls(handle.layout.steps, storage="shared", **{**handle.pace, **options})
+        buffer = cls(handle.capacity, storage="shared", **{**handle.pace, **options})
         buffer._attached = True
-        buffer._use(attach(handle.layout, memory, handle.directory))
+        buffer._use(attach(handle.fields, handle.capacity, memory, handle.directory))
         return buffer
 
     def fail(self, error: BaseException | None) -> None:

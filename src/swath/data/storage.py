@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from swath.data.columns import Column, Span, column_of, groups_of
+from swath.data.columns import WORTH_THREADS, Column, Span, column_of, groups_of
 from swath.data.datasets import LEDGER, LEDGER_WORDS, make_columns, partial_of, write_about
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
@@ -58,6 +59,7 @@ class Word:
 
 
 OPEN, CLOSED, FAILED = range(3)
+_Tensors = Mapping[Key, torch.Tensor]
 ERROR_BYTES = 1 << 14
 
 
@@ -65,7 +67,8 @@ ERROR_BYTES = 1 << 14
 class Handle:
     """All that another process needs to attach, beside the memory; it can be pickled."""
 
-    layout: Layout
+    fields: tuple[Field, ...]
+    capacity: int
     directory: Path | None
     pace: Mapping[str, float | None]
 
@@ -87,7 +90,6 @@ class Ring:
     """Rows of frames and their ledger; see the top of the file.
 
     Args:
-        layout: Of one frame, `steps` being the capacity.
         columns: A tensor `[capacity, *shape]` for each key.
         block: The ledger's bytes.
         memory: That the ledger lies in, if others can attach to it.
@@ -95,14 +97,14 @@ class Ring:
 
     def __init__(
         self,
-        layout: Layout,
-        columns: Mapping[Key, torch.Tensor],
+        columns: _Tensors,
         block: np.ndarray,
         memory: SharedMemory | None = None,
         directory: Path | None = None,
     ) -> None:
-        self.layout, self.memory, self.directory = layout, memory, directory
-        self.capacity = capacity = layout.steps
+        self.memory, self.directory = memory, directory
+        self.fields = _fields(columns)
+        self.capacity = capacity = len(next(iter(columns.values())))
         self.columns: dict[Key, Column] = {k: column_of(t) for k, t in columns.items()}
         self.groups, self.tree = groups_of(self.columns), nest({key: key for key in columns})
         whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
@@ -255,39 +257,64 @@ def _block_size(capacity: int) -> int:
     return -(-(8 * (LEDGER_WORDS + 3 * capacity) + ERROR_BYTES) // 64) * 64
 
 
-def _columns(layout: Layout, block: torch.Tensor) -> dict[Key, torch.Tensor]:
-    return {key: tensor[:, 0] for key, tensor in layout.tensors(block).items()}
+def _fields(columns: _Tensors) -> tuple[Field, ...]:
+    return tuple(Field(key, tuple(one.shape[1:]), one.dtype) for key, one in columns.items())
 
 
-def make_ring(
-    frames: Mapping[Key, torch.Tensor], capacity: int, storage: str, directory: Path | None
-) -> Ring:
+def _kinds(fields: Iterable[Field]) -> list[list[Field]]:
+    """Return small fields of one shape and dtype together, others alone."""
+    kinds: dict[object, list[Field]] = {}
+    for field in fields:
+        small = 0 < math.prod(field.shape) * field.dtype.itemsize < WORTH_THREADS
+        kinds.setdefault((field.shape, field.dtype) if small else field.key, []).append(field)
+    return list(kinds.values())
+
+
+def _layout(fields: Iterable[Field], capacity: int) -> Layout:
+    """Return where columns stand: for each frame, those of one kind side by side.
+
+    Picking a frame then costs a cache line for each kind rather than for each key.
+    """
+    joint = [Field(k[0].key, (len(k), *k[0].shape), k[0].dtype) for k in _kinds(fields)]
+    return Layout(joint, steps=capacity, envs=1)
+
+
+def _columns(fields: Iterable[Field], layout: Layout, block: torch.Tensor) -> _Tensors:
+    tensors = layout.tensors(block)
+    return {
+        field.key: tensors[kind[0].key][:, 0, place]
+        for kind in _kinds(fields)
+        for place, field in enumerate(kind)
+    }
+
+
+def make_ring(frames: _Tensors, capacity: int, storage: str, directory: Path | None) -> Ring:
     """Return an empty ring for frames like these, `[frames, *shape]` each."""
-    fields = [Field(key, tuple(value.shape[1:]), value.dtype) for key, value in frames.items()]
-    fields.sort(key=lambda field: (str(field.dtype), field.shape))  # of one kind side by side
-    layout = Layout(fields, steps=capacity, envs=1)
     if storage == "memmap":
         assert directory is not None
         _make_files(frames, capacity, directory)
         return open_ring(capacity, directory)
-    size = _block_size(capacity)
+    fields, size = _fields(frames), _block_size(capacity)
+    layout = _layout(fields, capacity)
     if storage == "shared":
-        return attach(layout, SharedMemory(size + layout.nbytes))
+        return attach(fields, capacity, SharedMemory(size + layout.nbytes))
     device = "cpu" if storage == "memory" else storage
     block = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-    return Ring(layout, _columns(layout, block), np.zeros(size, np.uint8))
+    return Ring(_columns(fields, layout, block), np.zeros(size, np.uint8))
 
 
-def attach(layout: Layout, memory: SharedMemory, directory: Path | None = None) -> Ring:
+def attach(
+    fields: Iterable[Field], capacity: int, memory: SharedMemory, directory: Path | None = None
+) -> Ring:
     """Return a ring on memory that the maker of the buffer has sent."""
-    size = _block_size(layout.steps)
+    block, rest = np.split(memory.array, [_block_size(capacity)])
     if directory is not None:
-        return Ring(layout, _mapped(directory), memory.array[:size], memory, directory)
-    columns = _columns(layout, torch.from_numpy(memory.array[size:]))
-    return Ring(layout, columns, memory.array[:size], memory)
+        return Ring(_mapped(directory), block, memory, directory)
+    columns = _columns(fields, _layout(fields, capacity), torch.from_numpy(rest))
+    return Ring(columns, block, memory)
 
 
-def _make_files(frames: Mapping[Key, torch.Tensor], capacity: int, directory: Path) -> None:
+def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
     """Write files for `capacity` frames beside the directory, and give them its name."""
     partial = partial_of(directory)
     partial.mkdir(parents=True)
@@ -320,15 +347,13 @@ def open_ring(capacity: int, directory: Path) -> Ring:
         raise UsageError(
             f"{directory} is open in another buffer; close that one, or attach to it."
         ) from None
-    tensors = _mapped(directory)
-    fields = [Field(key, tuple(value.shape[1:]), value.dtype) for key, value in tensors.items()]
-    ring = Ring(Layout(fields, capacity, 1), tensors, memory.array, memory, directory)
+    ring = Ring(_mapped(directory), memory.array, memory, directory)
     ring.stamps[ring.stamps < 0] = 0  # what a killed writer had begun
     ring.words[Word.BUSY], ring.words[Word.STATE] = 1, OPEN
     return ring
 
 
-def _mapped(directory: Path) -> dict[Key, torch.Tensor]:
+def _mapped(directory: Path) -> _Tensors:
     flat = TensorDict.load_memmap(directory).items(True, True)
     return {
         (key,) if isinstance(key, str) else tuple(key): value.as_subclass(torch.Tensor)
