@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from itertools import groupby, pairwise
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from swath.memory import numpy_dtype
 from swath.tree import Key
 
-__all__ = ["WORTH_THREADS", "Column", "Group", "Span", "column_of", "groups_of"]
+__all__ = ["WORTH_THREADS", "Column", "HostColumn", "Record", "Span", "column_of"]
 
 Span = tuple[int, int, int]
 """Rows from start to stop, and how many frames of the batch stand before them."""
@@ -45,7 +45,7 @@ class Column:
         return self.tensor[torch.from_numpy(rows).to(self.tensor.device)]
 
 
-class _HostColumn(Column):
+class HostColumn(Column):
     """A key in memory that numpy sees.
 
     The bytes of a frame are one item for it: a strided copy of `[N, T]` frames is then one call,
@@ -63,7 +63,7 @@ class _HostColumn(Column):
         self._item = self._numpy if self._size == 1 else np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
         self._items = self._as_items(tensor)
         self._tail = tuple(self.shape)
-        self._threads = nbytes >= WORTH_THREADS
+        self.small = nbytes < WORTH_THREADS
 
     def put(
         self, spans: list[Span], value: torch.Tensor, mask: np.ndarray | None, skip: int
@@ -93,7 +93,7 @@ class _HostColumn(Column):
         return array.view(self._item)[..., 0]
 
     def take(self, rows: np.ndarray) -> torch.Tensor:
-        if self._threads:
+        if not self.small:
             picked = self.tensor.index_select(0, torch.from_numpy(rows.reshape(-1)))
             return picked if rows.ndim == 1 else picked.view(*rows.shape, *self.shape)
         return self._as_tensor(self._items[rows], rows.shape + self._tail)
@@ -102,49 +102,40 @@ class _HostColumn(Column):
         tensor = torch.from_numpy(items.view(self._numpy).reshape(shape))
         return tensor if self._bits is self.dtype else tensor.view(self.dtype)
 
-    def records(self, others: list[Column]) -> np.ndarray | None:
-        """Return what this and others hold for each frame as one item, if it is in one piece."""
-        apart = {b.tensor.data_ptr() - a.tensor.data_ptr() for a, b in pairwise([self, *others])}
-        size = self._item.itemsize * (1 + len(others))
-        if apart != {self._item.itemsize} or self._items.strides != (size,):
-            return None
-        shape, strides = (len(self._items), 1 + len(others)), (size, self._item.itemsize)
-        return np.lib.stride_tricks.as_strided(self._items, shape, strides).view(f"V{size}")[:, 0]
+    def part(self, records: np.ndarray, start: int, count: int) -> np.ndarray:
+        """Return `count` such keys of records, `[rows, bytes]`, as items `[count, rows]`."""
+        stop = start + count * self._item.itemsize
+        return records[:, start:stop].view(self._item).T.copy()
 
 
-class Group:
-    """Columns of one kind: what they hold for a frame may stand together, and is picked at once.
+class Record:
+    """Columns whose values for a frame stand together: one access to memory for all of them.
 
     Args:
-        columns: With the same shape and dtype.
+        columns: Those of one shape and dtype follow one another.
+        block: All their bytes, `[capacity, bytes]`.
     """
 
-    def __init__(self, columns: Mapping[Key, Column]) -> None:
-        self._columns = columns
-        self._first, *others = columns.values()
-        self._records: np.ndarray | None = None
-        if others and isinstance(self._first, _HostColumn):
-            self._records = self._first.records(others)
+    def __init__(self, columns: Mapping[Key, HostColumn], block: np.ndarray) -> None:
+        self._items = block.view(f"V{block.shape[1]}")[:, 0]
+        self._kinds: list[tuple[HostColumn, int, list[Key]]] = []
+        for _, kind in groupby(columns.items(), lambda pair: (pair[1].dtype, pair[1].shape)):
+            members = dict(kind)
+            first = next(iter(members.values()))
+            start = first.tensor.data_ptr() - block.ctypes.data
+            self._kinds.append((first, start, list(members)))
 
-    def take(self, rows: np.ndarray) -> Iterable[tuple[Key, torch.Tensor]]:
+    def take(self, rows: np.ndarray) -> Iterator[tuple[Key, torch.Tensor]]:
         """Return copies of rows, contiguous, by key."""
-        first = self._first
-        if self._records is None or not isinstance(first, _HostColumn):
-            return [(key, column.take(rows)) for key, column in self._columns.items()]
-        count = len(self._columns)
-        items = self._records[rows].view(first._item).reshape(-1, count).T.copy()
-        picked = first._as_tensor(items, (count, *rows.shape, *first._tail))
-        return zip(self._columns, picked.unbind(0), strict=True)
-
-
-def groups_of(columns: Mapping[Key, Column]) -> list[Group]:
-    """Return columns that follow one another and are of one kind as groups."""
-    kinds = groupby(columns.items(), lambda pair: (pair[1].dtype, pair[1].shape))
-    return [Group(dict(members)) for _, members in kinds]
+        records = self._items[rows.reshape(-1)].view(np.uint8).reshape(rows.size, -1)
+        for column, start, names in self._kinds:
+            shape = (len(names), *rows.shape, *column._tail)
+            picked = column._as_tensor(column.part(records, start, len(names)), shape)
+            yield from zip(names, picked.unbind(0), strict=True)
 
 
 def column_of(tensor: torch.Tensor) -> Column:
     """Return the fastest column for a tensor `[capacity, *shape]`."""
     if tensor.is_cuda or not tensor.numel():
         return Column(tensor)
-    return _HostColumn(tensor)
+    return HostColumn(tensor)

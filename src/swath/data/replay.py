@@ -23,7 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.data import saving
 from swath.data.datasets import LEDGER
-from swath.data.frames import check_fit, frames_of, leaves, newest, taken, torn
+from swath.data.frames import check_fit, frames_of, leaves, nested, newest, torn
 from swath.data.pacing import Pace, Prefetcher
 from swath.data.runs import Runs
 from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
@@ -311,7 +311,8 @@ class ReplayBuffer:
             sampler: Draws others; with None there are none, and the answer is None.
         """
         rows = index % ring.capacity
-        batch = taken(ring, rows, index)
+        values, size = ring.take(rows), torch.Size(index.shape)
+        batch = nested(ring.tree, values, size, torch.from_numpy(index))
         ring.fence()
         bad, tries = torn(ring, index, rows), 0
         while bad.size:
@@ -323,19 +324,22 @@ class ReplayBuffer:
                 if again is None:
                     return None
                 rows = again % ring.capacity
-                batch[torch.from_numpy(bad)] = taken(ring, rows, again)  # index too
+                where = torch.from_numpy(bad)
+                for key, value in ring.take(rows).items():
+                    values[key][where] = value
+                index[bad] = again
                 if tries <= 8:
                     ring.fence()
                 bad = bad[torn(ring, again, rows)]
-        self._note_lag(ring, batch)
+        self._note_lag(ring, values.get(keys.POLICY_VERSION))
         if sampler is not None:
-            for name, value in sampler.extras(ring, index).items():
-                batch.set(name, torch.from_numpy(value))
+            for name, extra in sampler.extras(ring, index).items():
+                batch.set(name, torch.from_numpy(extra))
         return batch
 
-    def _note_lag(self, ring: Ring, batch: TensorDict) -> None:
-        if keys.POLICY_VERSION in ring.columns:
-            array = batch.get(keys.POLICY_VERSION).cpu().numpy()
+    def _note_lag(self, ring: Ring, versions: torch.Tensor | None) -> None:
+        if versions is not None:
+            array = versions.numpy(force=True)
             newest = int(ring.words[Word.NEWEST])
             total = newest * array.size - int(np.add.reduce(array, None))
             most = newest - int(np.minimum.reduce(array, None))

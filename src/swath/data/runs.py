@@ -46,14 +46,16 @@ class Runs:
         depth = np.arange(1, len(ids) + 1) - np.repeat(starts, stops - starts)
         before = np.concatenate([numbers[:1], numbers[:-1]])
         before[starts] = -1
-        known = zip(ids[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
-        open_after = (~ended[stops - 1]).tolist()
-        for (trajectory, start, stop), goes_on in zip(known, open_after, strict=True):
+        goes_on = (~ended[stops - 1]).tolist()
+        for place, trajectory in enumerate(ids[starts].tolist()):
+            if not goes_on[place] and trajectory not in self._last:
+                continue  # all of it is here, as of most
+            start, stop = starts[place], stops[place]
             last = self._last.pop(trajectory, None)
             if last is not None and (so_far := self._depth(ring, numbers, depth, last)):
                 before[start] = last
                 depth[start:stop] += so_far
-            if goes_on:
+            if goes_on[place]:
                 self._last[trajectory] = int(numbers[stop - 1])
         ring.depth[rows], ring.before[rows] = depth, before
         if len(self._last) > _MANY:  # trajectories that nobody ended

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from swath.data.columns import WORTH_THREADS, Column, Span, column_of, groups_of
+from swath.data.columns import WORTH_THREADS, Column, HostColumn, Record, Span, column_of
 from swath.data.datasets import LEDGER, LEDGER_WORDS, make_columns, partial_of, write_about
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
@@ -93,6 +93,8 @@ class Ring:
         columns: A tensor `[capacity, *shape]` for each key.
         block: The ledger's bytes.
         memory: That the ledger lies in, if others can attach to it.
+        directory: That the columns lie in, if they do.
+        record: That all small columns lie in, if they do: `[capacity, bytes]`.
     """
 
     def __init__(
@@ -101,12 +103,19 @@ class Ring:
         block: np.ndarray,
         memory: SharedMemory | None = None,
         directory: Path | None = None,
+        record: torch.Tensor | None = None,
     ) -> None:
         self.memory, self.directory = memory, directory
         self.fields = _fields(columns)
         self.capacity = capacity = len(next(iter(columns.values())))
         self.columns: dict[Key, Column] = {k: column_of(t) for k, t in columns.items()}
-        self.groups, self.tree = groups_of(self.columns), nest({key: key for key in columns})
+        self.tree = nest({key: key for key in columns})
+        self._apart = dict(self.columns)
+        self._record: Record | None = None
+        if record is not None and not record.is_cuda:
+            small = {k: c for k, c in self.columns.items() if isinstance(c, HostColumn) and c.small}
+            self._apart = {k: c for k, c in self.columns.items() if k not in small}
+            self._record = Record(small, record.numpy())
         whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
         self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(3, capacity)
         self.stamps, self.depth, self.before = rows
@@ -117,6 +126,13 @@ class Ring:
             status = os.fstat(self._descriptor)
             locks = _known.setdefault((status.st_dev, status.st_ino), locks)
         self._locks, self.writing = locks, locks.writing
+
+    def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
+        """Return copies of rows, by key."""
+        values = {key: column.take(rows) for key, column in self._apart.items()}
+        if self._record is not None:
+            values.update(self._record.take(rows))
+        return values
 
     # -- the ledger -----------------------------------------------------------------------------
 
@@ -261,31 +277,39 @@ def _fields(columns: _Tensors) -> tuple[Field, ...]:
     return tuple(Field(key, tuple(one.shape[1:]), one.dtype) for key, one in columns.items())
 
 
-def _kinds(fields: Iterable[Field]) -> list[list[Field]]:
-    """Return small fields of one shape and dtype together, others alone."""
-    kinds: dict[object, list[Field]] = {}
-    for field in fields:
-        small = 0 < math.prod(field.shape) * field.dtype.itemsize < WORTH_THREADS
-        kinds.setdefault((field.shape, field.dtype) if small else field.key, []).append(field)
-    return list(kinds.values())
+def _layout(fields: Iterable[Field], capacity: int) -> tuple[Layout, dict[Key, int]]:
+    """Return where fields stand, and for small ones where in the record that they share.
 
-
-def _layout(fields: Iterable[Field], capacity: int) -> Layout:
-    """Return where columns stand: for each frame, those of one kind side by side.
-
-    Picking a frame then costs a cache line for each kind rather than for each key.
+    All that is small of a frame is together, so that picking it is one access to memory, not one
+    for each key. Larger items come first, which keeps all of them aligned.
     """
-    joint = [Field(k[0].key, (len(k), *k[0].shape), k[0].dtype) for k in _kinds(fields)]
-    return Layout(joint, steps=capacity, envs=1)
+    small = [field for field in fields if 0 < _nbytes(field) < WORTH_THREADS]
+    small.sort(key=lambda field: (-field.dtype.itemsize, str(field.dtype), field.shape))
+    places, size = {}, 0
+    for field in small:
+        places[field.key] = size
+        size += _nbytes(field)
+    size = -(-size // 16) * 16
+    large = [field for field in fields if field.key not in places]
+    return Layout([Field((), (size,), torch.uint8), *large], capacity, 1), places
 
 
-def _columns(fields: Iterable[Field], layout: Layout, block: torch.Tensor) -> _Tensors:
-    tensors = layout.tensors(block)
-    return {
-        field.key: tensors[kind[0].key][:, 0, place]
-        for kind in _kinds(fields)
-        for place, field in enumerate(kind)
-    }
+def _nbytes(field: Field) -> int:
+    return math.prod(field.shape) * field.dtype.itemsize
+
+
+def _columns(
+    fields: Iterable[Field], block: torch.Tensor, capacity: int
+) -> tuple[dict[Key, torch.Tensor], torch.Tensor | None]:
+    layout, places = _layout(fields, capacity)
+    tensors = {key: tensor[:, 0] for key, tensor in layout.tensors(block).items()}
+    record = tensors.pop(())
+    for field in sorted(fields, key=lambda field: places.get(field.key, 0)):
+        if field.key in places:
+            start = places[field.key]
+            part = record[:, start : start + _nbytes(field)].view(field.dtype)
+            tensors[field.key] = part.view(capacity, *field.shape)
+    return tensors, record if places else None
 
 
 def make_ring(frames: _Tensors, capacity: int, storage: str, directory: Path | None) -> Ring:
@@ -295,12 +319,13 @@ def make_ring(frames: _Tensors, capacity: int, storage: str, directory: Path | N
         _make_files(frames, capacity, directory)
         return open_ring(capacity, directory)
     fields, size = _fields(frames), _block_size(capacity)
-    layout = _layout(fields, capacity)
+    nbytes = _layout(fields, capacity)[0].nbytes
     if storage == "shared":
-        return attach(fields, capacity, SharedMemory(size + layout.nbytes))
+        return attach(fields, capacity, SharedMemory(size + nbytes))
     device = "cpu" if storage == "memory" else storage
-    block = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-    return Ring(_columns(fields, layout, block), np.zeros(size, np.uint8))
+    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    columns, record = _columns(fields, block, capacity)
+    return Ring(columns, np.zeros(size, np.uint8), record=record)
 
 
 def attach(
@@ -310,8 +335,8 @@ def attach(
     block, rest = np.split(memory.array, [_block_size(capacity)])
     if directory is not None:
         return Ring(_mapped(directory), block, memory, directory)
-    columns = _columns(fields, _layout(fields, capacity), torch.from_numpy(rest))
-    return Ring(columns, block, memory)
+    columns, record = _columns(fields, torch.from_numpy(rest), capacity)
+    return Ring(columns, block, memory, record=record)
 
 
 def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
