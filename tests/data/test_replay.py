@@ -1,4 +1,4 @@
-"""Replay buffers: the newest frames, whole, however they came in; kept over restarts and crashes."""
+"""Replay buffers: the newest frames, whole, however they came in; kept over crashes."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def test_reserved_keys_and_missing_sizes_are_refused() -> None:
         next(iter(buffer))
     with pytest.raises(UsageError, match="nobody is known to write"):
         buffer.sample(3)
+    buffer.extend(numbered(0, 3))
     with pytest.raises(UsageError, match="has no priorities"):
-        buffer.extend(numbered(0, 3))
         buffer.update_priority([0], 1.0)
 
 

@@ -91,16 +91,16 @@ def test_another_process_writes_what_this_one_reads(storage: str, tmp_path: Path
     buffer = ReplayBuffer(10, storage=storage, directory=directory, batch_size=4)
     with pytest.raises(UsageError, match=r"extend\(\) or prepare\(\) it first"):
         buffer.handle()
-    buffer.prepare(numbered(0, 0 + 1))
+    buffer.prepare(numbered(0, 1))
     with process(kit.write_once, buffer, (5, 13)) as link:
         assert link.receive() == 10
         assert contents(buffer) == list(range(8, 18))
         buffer.extend(numbered(100, 3))
         assert contents(buffer) == [*range(11, 18), 100, 101, 102]
     buffer.close()
+    plain = ReplayBuffer(10)
+    plain.extend(numbered(0, 1))
     with pytest.raises(UsageError, match="use 'shared'"):
-        plain = ReplayBuffer(10)
-        plain.extend(numbered(0, 1))
         plain.handle()
 
 

@@ -184,9 +184,8 @@ def test_slices_stay_within_a_trajectory(data, capacity: int, length: int) -> No
             batch = buffer.sample()
             assert batch.batch_size == (4, length)
             check_slices(batch)
-            seen |= set(
-                zip(*(batch[k][:, -1].tolist() for k in (("collector", "traj_ids"), "time")))
-            )
+            ends = (batch["collector", "traj_ids"][:, -1], batch["time"][:, -1])
+            seen |= set(map(tuple, torch.stack(ends, 1).tolist()))
         assert seen <= possible
 
 
@@ -199,9 +198,8 @@ def test_all_slices_are_equally_likely() -> None:
     for _ in range(40):
         batch = buffer.sample()
         check_slices(batch)
-        for pair in zip(
-            batch["collector", "traj_ids"][:, 0].tolist(), batch["time"][:, 0].tolist()
-        ):
+        starts = (batch["collector", "traj_ids"][:, 0], batch["time"][:, 0])
+        for pair in map(tuple, torch.stack(starts, 1).tolist()):
             counts[pair] = counts.get(pair, 0) + 1
     assert len(counts) == 27 + 3 * 7
     found = torch.tensor(list(counts.values())).float()

@@ -112,14 +112,20 @@ class UniformSampler(Sampler):
                 return numbers
             return _enough(ring, shape[0], rng, lambda numbers: numbers)
         with self._lock:
-            left = self._left[ring.whole(self._left)]
-            if len(left) < shape[0]:
-                others = np.setdiff1d(ring.numbers(), left)
-                left = np.concatenate([left, rng.permutation(others)])
-            if len(left) < shape[0]:
+            return self._next(ring, shape[0], rng)
+
+    def _next(self, ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray | None:
+        found = self._left[:0]
+        while len(self._left) and (missing := count - len(found)):
+            some, self._left = self._left[:missing], self._left[missing:]
+            found = np.concatenate([found, some[ring.whole(some)]])
+        if len(found) < count:
+            others = rng.permutation(np.setdiff1d(ring.numbers(), found))
+            found, self._left = np.concatenate([found, others]), found
+            if len(found) < count:
                 return None
-            self._left = left[shape[0] :]
-            return left[: shape[0]].copy()
+            found, self._left = found[:count], found[count:]
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {"left": torch.from_numpy(self._left.copy())}
