@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from swath.errors import UsageError
 from swath.rollout import keys
 from swath.tree import Key, key_name
 
-__all__ = ["check_fit", "frames_of", "leaves", "nested", "newest", "torn"]
+__all__ = ["check_fit", "copy_whole", "frames_of", "leaves", "nested", "newest"]
+
+_PATIENCE = 8
 
 
 def frames_of(
@@ -68,7 +71,38 @@ def newest(values: Mapping[Key, torch.Tensor]) -> int:
     return 0 if versions is None else int(versions.cpu().numpy().max())
 
 
-def torn(ring: Ring, index: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def copy_whole(
+    ring: Ring, index: np.ndarray, draw: Callable[[tuple[int, ...]], np.ndarray | None] | None
+) -> dict[Key, torch.Tensor] | None:
+    """Return frames by key, or None if some of them are gone and no others can be had.
+
+    Args:
+        ring: Where they are.
+        index: Their numbers; changed where others were drawn.
+        draw: Draws others for those that were overwritten while they were copied.
+    """
+    rows = index % ring.capacity
+    values = ring.take(rows)
+    ring.fence()
+    torn, tries = _torn(ring, index, rows), 0
+    while torn.size:
+        tries += 1
+        patient = tries <= _PATIENCE  # after that, writers wait for once
+        with contextlib.nullcontext() if patient else ring:
+            again = None if draw is None else draw((len(torn), *index.shape[1:]))
+            if again is None:
+                return None
+            rows, where = again % ring.capacity, torch.from_numpy(torn)
+            for key, value in ring.take(rows).items():
+                values[key][where] = value
+            index[torn] = again
+            if patient:
+                ring.fence()
+            torn = torn[_torn(ring, again, rows)]
+    return values
+
+
+def _torn(ring: Ring, index: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return where frames, or slices with frames, are not whole any more."""
     whole = ring.whole(index, rows)
     return np.flatnonzero(~(whole if whole.ndim == 1 else whole.all(1)))

@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.data import saving
 from swath.data.datasets import LEDGER
-from swath.data.frames import check_fit, frames_of, leaves, nested, newest, torn
+from swath.data.frames import check_fit, copy_whole, frames_of, leaves, nested, newest
 from swath.data.pacing import Pace, Prefetcher
 from swath.data.runs import Runs
 from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
@@ -303,35 +303,13 @@ class ReplayBuffer:
             )
 
     def _copy(self, ring: Ring, index: np.ndarray, sampler: Sampler | None) -> TensorDict | None:
-        """Return whole frames; what was overwritten while it was copied is drawn again.
-
-        Args:
-            ring: Where from.
-            index: The numbers of the frames; changed where others are drawn.
-            sampler: Draws others; with None there are none, and the answer is None.
-        """
-        rows = index % ring.capacity
-        values, size = ring.take(rows), torch.Size(index.shape)
-        batch = nested(ring.tree, values, size, torch.from_numpy(index))
-        ring.fence()
-        bad, tries = torn(ring, index, rows), 0
-        while bad.size:
-            tries += 1
-            # Writers that are too fast for us wait for once.
-            with ring if tries > 8 else contextlib.nullcontext():
-                shape = (len(bad), *index.shape[1:])
-                again = None if sampler is None else sampler.draw(ring, shape, self._rng)
-                if again is None:
-                    return None
-                rows = again % ring.capacity
-                where = torch.from_numpy(bad)
-                for key, value in ring.take(rows).items():
-                    values[key][where] = value
-                index[bad] = again
-                if tries <= 8:
-                    ring.fence()
-                bad = bad[torn(ring, again, rows)]
+        """Return frames that are whole; others than asked for, if the sampler has to draw again."""
+        draw = None if sampler is None else partial(sampler.draw, ring, rng=self._rng)
+        values = copy_whole(ring, index, draw)
+        if values is None:
+            return None
         self._note_lag(ring, values.get(keys.POLICY_VERSION))
+        batch = nested(ring.tree, values, torch.Size(index.shape), torch.from_numpy(index))
         if sampler is not None:
             for name, extra in sampler.extras(ring, index).items():
                 batch.set(name, torch.from_numpy(extra))
@@ -447,19 +425,10 @@ class ReplayBuffer:
         values = dict(leaves(TensorDict(state["frames"], [len(state["numbers"])])))
         ring = self._ring or self._allocate(values, 1)
         check_fit(ring, values, 1)
-        numbers = state["numbers"].numpy()
-        rows = numbers % self.capacity
-        with ring.writing, ring:
-            ring.stamps[:] = 0
-            for key, value in values.items():
-                ring.columns[key].tensor[torch.from_numpy(rows)] = value.to(
-                    ring.columns[key].tensor.device
-                )
-            ring.words[: Word.RUNS] = state["words"].numpy()
-            if self._runs is not None:
-                self._runs = Runs()
-                self._runs.follow(ring, numbers)
-            ring.stamps[rows] = numbers + 1
+        runs = self._runs and Runs()
+        with ring.writing:
+            saving.restore(ring, values, state, runs)
+            self._runs = runs
         self.sampler.load_state_dict(ring, state["sampler"])
 
     def _state(self) -> dict[str, Any]:

@@ -47,15 +47,15 @@ class Runs:
         before = np.concatenate([numbers[:1], numbers[:-1]])
         before[starts] = -1
         goes_on = (~ended[stops - 1]).tolist()
-        for place, trajectory in enumerate(ids[starts].tolist()):
-            if not goes_on[place] and trajectory not in self._last:
+        parts = zip(ids[starts].tolist(), starts.tolist(), stops.tolist(), goes_on, strict=True)
+        for trajectory, start, stop, open_still in parts:
+            if not open_still and trajectory not in self._last:
                 continue  # all of it is here, as of most
-            start, stop = starts[place], stops[place]
             last = self._last.pop(trajectory, None)
             if last is not None and (so_far := self._depth(ring, numbers, depth, last)):
                 before[start] = last
                 depth[start:stop] += so_far
-            if goes_on[place]:
+            if open_still:
                 self._last[trajectory] = int(numbers[stop - 1])
         ring.depth[rows], ring.before[rows] = depth, before
         if len(self._last) > _MANY:  # trajectories that nobody ended

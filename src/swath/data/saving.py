@@ -19,11 +19,12 @@ import torch
 from tensordict import TensorDict
 
 from swath.data.datasets import DatasetWriter, load_dataset, partial_of
-from swath.data.storage import Ring
+from swath.data.runs import Runs
+from swath.data.storage import Ring, Word
 from swath.errors import UsageError
-from swath.tree import nest
+from swath.tree import Key, nest
 
-__all__ = ["load", "save"]
+__all__ = ["load", "restore", "save"]
 
 _STATE = "replay.pt"
 _CHUNK = 1 << 26
@@ -54,6 +55,23 @@ def load(directory: str | Path) -> tuple[TensorDict, dict[str, Any]]:
     if not (path / _STATE).is_file():
         raise UsageError(f"{path} is no saved replay buffer: it has no {_STATE}.")
     return load_dataset(path), torch.load(path / _STATE, weights_only=True)
+
+
+def restore(
+    ring: Ring, values: Mapping[Key, torch.Tensor], state: Mapping[str, Any], runs: Runs | None
+) -> None:
+    """Put frames back into their rows, with the numbers that they had."""
+    numbers = state["numbers"].numpy()
+    rows = numbers % ring.capacity
+    with ring:
+        ring.stamps[:] = 0
+        for key, value in values.items():
+            tensor = ring.columns[key].tensor
+            tensor[torch.from_numpy(rows)] = value.to(tensor.device)
+        ring.words[: Word.RUNS] = state["words"].numpy()
+        if runs is not None:
+            runs.follow(ring, numbers)
+        ring.stamps[rows] = numbers + 1
 
 
 def _paths(directory: str | Path) -> tuple[Path, Path, Path]:
