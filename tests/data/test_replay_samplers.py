@@ -206,6 +206,17 @@ def test_all_slices_are_equally_likely() -> None:
     assert abs(chi_square(found, torch.full_like(found, 10_000 / 48))) < 4
 
 
+def test_slices_do_not_jump_over_frames_that_were_refused() -> None:
+    buffer = ReplayBuffer(60, sampler=SliceSampler(slice_len=3), batch_size=300, seed=0)
+    buffer.extend(trajectories([7], [0], 4, set()))
+    with pytest.raises(UsageError, match="has a new key"):
+        buffer.extend(trajectories([7], [4], 4, set()).set("more", torch.zeros(1, 4)))
+    buffer.extend(trajectories([7], [8], 4, set()))
+    batch = buffer.sample()
+    check_slices(batch)
+    assert set(batch["time"][:, 0].tolist()) == {0, 1, 8, 9}
+
+
 def test_slices_of_a_collector_and_of_a_restored_buffer(tmp_path) -> None:
     def fresh(**options: object) -> ReplayBuffer:
         sampler = SliceSampler(slice_len=20)

@@ -157,6 +157,13 @@ class ReplayBuffer:
         Rows that `("collector", "mask")` excludes are left out, and so is the mask. All frames are
         written or, if this raises, none.
         """
+        try:
+            self._write(batch)
+        except BaseException:
+            self._runs = self._runs and Runs()  # what follows does not continue what was before
+            raise
+
+    def _write(self, batch: TensorDictBase) -> None:
         self._check()
         values, lead, mask = frames_of(batch)
         frames = math.prod(lead) if mask is None else int(np.count_nonzero(mask))
@@ -181,7 +188,6 @@ class ReplayBuffer:
                 version = newest(values)
             except BaseException:
                 ring.abandon(first, kept)
-                self._runs = self._runs and Runs()  # what follows does not continue these
                 raise
             ring.commit(first, kept, frames, version)
 

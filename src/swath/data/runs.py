@@ -28,12 +28,11 @@ class Runs:
         if not len(numbers):
             return
         first = int(numbers[0])
-        rows: Any = numbers % ring.capacity
-        if (
-            numbers[-1] - first + 1 == len(numbers)
-            and len(spans := ring.spans(first, len(numbers))) == 1
-        ):
-            rows = slice(*spans[0][:2])
+        spans = ring.spans(first, int(numbers[-1]) - first + 1)
+        if len(spans) == 1 and spans[0][1] - spans[0][0] == len(numbers):
+            rows: Any = slice(*spans[0][:2])  # in one piece, which is faster
+        else:
+            rows = numbers % ring.capacity
         ids = ring.columns[keys.TRAJ_IDS].tensor[rows].cpu().numpy().reshape(-1)
         new = np.ones(len(ids), np.bool_)
         new[1:] = ids[1:] != ids[:-1]
