@@ -49,7 +49,7 @@ class HostColumn(Column):
     """A key in memory that numpy sees.
 
     The bytes of a frame are one item for it: a strided copy of `[N, T]` frames is then one call,
-    and takes a third of the time; picking rows takes a fifth of torch's (bench/replay.py).
+    and took a third of the time where measured; picking CartPole rows took a fifth of torch's.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
