@@ -1,6 +1,17 @@
-"""Datasets on disk: write batches, load them back as one TensorDict or with Minari."""
+"""Replay buffers, and datasets on disk: write batches, load them back, also with Minari."""
 
 from swath.data.datasets import DatasetWriter, load_dataset
 from swath.data.minari import MinariWriter
+from swath.data.replay import ReplayBuffer
+from swath.data.samplers import PrioritizedSampler, Sampler, SliceSampler, UniformSampler
 
-__all__ = ["DatasetWriter", "MinariWriter", "load_dataset"]
+__all__ = [
+    "DatasetWriter",
+    "MinariWriter",
+    "PrioritizedSampler",
+    "ReplayBuffer",
+    "Sampler",
+    "SliceSampler",
+    "UniformSampler",
+    "load_dataset",
+]

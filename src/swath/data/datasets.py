@@ -4,6 +4,7 @@
  DIR/swath.json        where it comes from: swath's version, number of frames, env, seed, policy
  DIR/meta.json         tensordict's own description, which `TensorDict.load_memmap(DIR)` reads
  DIR/*.memmap          one file per key with the bytes of all frames; nested keys are folders
+ DIR/replay.bin        of a replay buffer only: which rows are whole, and in which order they came
 ```
 
 All of it is written as `DIR.partial` and gets its name when the writer closes: what is called
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_leaf_nontensor
 
@@ -27,9 +29,20 @@ from swath.errors import ClosedError, UsageError
 from swath.rollout import keys
 from swath.tree import Key, key_name, nest
 
-__all__ = ["DatasetWriter", "load_dataset", "partial_of"]
+__all__ = [
+    "LEDGER",
+    "LEDGER_WORDS",
+    "DatasetWriter",
+    "load_dataset",
+    "make_columns",
+    "partial_of",
+    "write_about",
+]
 
 _ABOUT = "swath.json"
+LEDGER = "replay.bin"
+"""In the directory of a replay buffer: words, then a stamp for each row; see storage.py."""
+LEDGER_WORDS = 16
 
 
 class DatasetWriter:
@@ -74,7 +87,7 @@ class DatasetWriter:
         if not frames:
             return
         if not self._columns:
-            self._columns = _make_columns(partial_of(self.directory), rows)
+            self._columns = make_columns(partial_of(self.directory), rows)
         self._check(rows)
         try:
             for key, tensor in rows.items():
@@ -110,8 +123,7 @@ class DatasetWriter:
         partial = partial_of(self.directory)
         tensors = {key: column.load(self.frames) for key, column in self._columns.items()}
         TensorDict(nest(tensors), [self.frames]).memmap_(partial)
-        about = {"swath": __version__, "frames": self.frames, **self._about}
-        (partial / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        write_about(partial, {"frames": self.frames, **self._about})
         if self.directory.is_dir():
             self.directory.rmdir()  # it is empty; whatever has got in since is not overwritten
         partial.rename(self.directory)
@@ -174,7 +186,7 @@ def _flat_rows(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
     return rows
 
 
-def _make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _Column]:
+def make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _Column]:
     """Make an empty file for each key, where tensordict looks for it."""
     one = TensorDict(nest({key: row[:1] for key, row in rows.items()}), [1])
     files = one.memmap(partial)  # it knows how to turn any key into a file name
@@ -204,6 +216,12 @@ def _claimed(directory: str | Path) -> Path:
     return path
 
 
+def write_about(directory: Path, about: Mapping[str, Any]) -> None:
+    """Note where a dataset comes from."""
+    about = {"swath": __version__, **about}
+    (directory / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+
+
 def partial_of(directory: Path) -> Path:
     """Return where a directory is written until it is whole: `DIR.partial`."""
     return directory.with_name(directory.name + ".partial")
@@ -213,6 +231,8 @@ def load_dataset(directory: str | Path) -> TensorDict:
     """Return a dataset as one memory-mapped TensorDict with batch size `[frames]`.
 
     Nothing is read until it is used. Writing into its tensors changes the files; clone first.
+    Of a `ReplayBuffer` on disk these are the frames that it holds, the oldest first; once its ring
+    has come round, they are a copy.
     """
     path = Path(directory)
     if not (path / _ABOUT).is_file():
@@ -220,4 +240,10 @@ def load_dataset(directory: str | Path) -> TensorDict:
         if partial_of(path).is_dir():
             reason += f", but {partial_of(path)} is there: its writer runs yet, or was killed"
         raise UsageError(f"{path} is no swath dataset: {reason}.")
-    return TensorDict.load_memmap(path)
+    data = TensorDict.load_memmap(path)
+    if not (path / LEDGER).is_file():
+        return data
+    stamps = np.fromfile(path / LEDGER, np.int64, data.batch_size[0], offset=8 * LEDGER_WORDS)
+    rows = np.argsort(stamps, kind="stable")[np.count_nonzero(stamps <= 0) :]
+    in_place = np.array_equal(rows, np.arange(len(rows)))
+    return data[: len(rows)] if in_place else data[torch.from_numpy(rows)]

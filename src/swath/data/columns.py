@@ -1,0 +1,141 @@
+"""One key of all frames of a replay buffer, `[capacity, *shape]`: rows in, rows out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from swath.memory import numpy_dtype
+from swath.tree import Key
+
+__all__ = ["WORTH_THREADS", "Column", "HostColumn", "Record", "Span", "column_of"]
+
+Span = tuple[int, int, int]
+"""Rows from start to stop, and how many frames of the batch stand before them."""
+
+WORTH_THREADS = 4096
+"""From this many bytes per frame on torch copies, since it has several threads for it."""
+_ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+_NUMPY_KNOWS = {torch.from_numpy(np.zeros(1, name)).dtype for name in "?bhilBHILefdFD"}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Column:
+    """A key whose rows can be anywhere, on a GPU for example."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tensor.shape[1:], tensor.dtype
+
+    def put(
+        self, spans: list[Span], value: torch.Tensor, mask: np.ndarray | None, skip: int
+    ) -> None:
+        """Copy the frames of `[*lead, *shape]` into rows, those of the mask, from `skip` on."""
+        flat = value.flatten(0, value.ndim - len(self.shape) - 1)
+        if mask is not None:
+            flat = flat[torch.from_numpy(mask.reshape(-1)).to(flat.device)]
+        for start, stop, at in spans:
+            self.tensor[start:stop] = flat[skip + at : skip + at + stop - start].detach()
+
+    def take(self, rows: np.ndarray) -> torch.Tensor:
+        """Return a copy of these rows, `[*rows.shape, *shape]`."""
+        return self.tensor[torch.from_numpy(rows).to(self.tensor.device)]
+
+
+class HostColumn(Column):
+    """A key in memory that numpy sees.
+
+    The bytes of a frame are one item for it: a strided copy of `[N, T]` frames is then one call,
+    and took a third of the time where measured; picking CartPole rows took a fifth of torch's.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self._size = math.prod(self.shape)
+        nbytes = self._size * self.dtype.itemsize
+        # numpy has not all of torch's types, and needs none of them to copy bytes.
+        known = self.dtype in _NUMPY_KNOWS
+        self._bits = self.dtype if known else _BITS[self.dtype.itemsize]
+        self._numpy = numpy_dtype(self._bits)
+        self._item = self._numpy if self._size == 1 else np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
+        self._items = self._as_items(tensor)
+        self._tail = tuple(self.shape)
+        self.small = nbytes < WORTH_THREADS
+
+    def put(
+        self, spans: list[Span], value: torch.Tensor, mask: np.ndarray | None, skip: int
+    ) -> None:
+        items = self._as_items(value)
+        if mask is None and not skip and len(spans) == 1:
+            start, stop, _ = spans[0]
+            self._items[start:stop].reshape(items.shape)[...] = items
+            return
+        flat = (items.reshape(-1) if mask is None else items[mask])[skip:]
+        for start, stop, at in spans:
+            self._items[start:stop] = flat[at : at + stop - start]
+
+    def _as_items(self, value: torch.Tensor) -> np.ndarray:
+        """Return `[*lead, *shape]` as an array `[*lead]`; a view, if a frame is in one piece."""
+        if value.requires_grad or value.is_cuda:
+            value = value.detach().cpu()
+        array = (value if self._bits is self.dtype else value.view(self._bits)).numpy()
+        if not self.shape:
+            return array
+        lead = array.shape[: -len(self.shape)]
+        if self._size == 1:
+            return array.reshape(lead)
+        array = array.reshape(*lead, self._size)
+        if array.strides[-1] != array.itemsize:
+            array = np.ascontiguousarray(array)
+        return array.view(self._item)[..., 0]
+
+    def take(self, rows: np.ndarray) -> torch.Tensor:
+        if not self.small:
+            picked = self.tensor.index_select(0, torch.from_numpy(rows.reshape(-1)))
+            return picked if rows.ndim == 1 else picked.view(*rows.shape, *self.shape)
+        return self._as_tensor(self._items[rows], rows.shape + self._tail)
+
+    def _as_tensor(self, items: np.ndarray, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.from_numpy(items.view(self._numpy).reshape(shape))
+        return tensor if self._bits is self.dtype else tensor.view(self.dtype)
+
+    def part(self, records: np.ndarray, start: int, count: int) -> np.ndarray:
+        """Return `count` such keys of records, `[rows, bytes]`, as items `[count, rows]`."""
+        stop = start + count * self._item.itemsize
+        return records[:, start:stop].view(self._item).T.copy()
+
+
+class Record:
+    """Columns whose values for a frame stand together: one access to memory for all of them.
+
+    Args:
+        columns: Those of one shape and dtype follow one another.
+        block: All their bytes, `[capacity, bytes]`.
+    """
+
+    def __init__(self, columns: Mapping[Key, HostColumn], block: np.ndarray) -> None:
+        self._items = block.view(f"V{block.shape[1]}")[:, 0]
+        self._kinds: list[tuple[HostColumn, int, list[Key]]] = []
+        for _, kind in groupby(columns.items(), lambda pair: (pair[1].dtype, pair[1].shape)):
+            members = dict(kind)
+            first = next(iter(members.values()))
+            start = first.tensor.data_ptr() - block.ctypes.data
+            self._kinds.append((first, start, list(members)))
+
+    def take(self, rows: np.ndarray) -> Iterator[tuple[Key, torch.Tensor]]:
+        """Return copies of rows, contiguous, by key."""
+        records = self._items[rows.reshape(-1)].view(np.uint8).reshape(rows.size, -1)
+        for column, start, names in self._kinds:
+            shape = (len(names), *rows.shape, *column._tail)
+            picked = column._as_tensor(column.part(records, start, len(names)), shape)
+            yield from zip(names, picked.unbind(0), strict=True)
+
+
+def column_of(tensor: torch.Tensor) -> Column:
+    """Return the fastest column for a tensor `[capacity, *shape]`."""
+    if tensor.is_cuda or not tensor.numel():
+        return Column(tensor)
+    return HostColumn(tensor)

@@ -1,0 +1,549 @@
+"""A replay buffer that threads and processes fill while others sample from it.
+
+```
+ extend --> check --> claim rows --> copy --> make whole        (storage.py: who may do what, when)
+ sample --> draw numbers --> copy --> still whole? or again --> transform --> device
+```
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from swath.data import saving
+from swath.data.datasets import LEDGER
+from swath.data.frames import check_fit, copy_whole, frames_of, leaves, nested, newest
+from swath.data.pacing import Pace, Prefetcher
+from swath.data.runs import Runs
+from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
+from swath.data.storage import (
+    CLOSED,
+    ERROR_BYTES,
+    FAILED,
+    OPEN,
+    Handle,
+    Ring,
+    Word,
+    attach,
+    make_ring,
+    open_ring,
+)
+from swath.errors import ClosedError, UsageError, WorkerError
+from swath.links.parcels import pack_error, unpack_error
+from swath.memory import SharedMemory
+from swath.rollout import keys
+from swath.tree import Key, key_name, nest
+
+__all__ = ["ReplayBuffer"]
+
+_SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "uniform": UniformSampler,
+    "prioritized": PrioritizedSampler,
+}
+
+
+class ReplayBuffer:
+    """Keep the newest frames and draw batches of them, from any thread and any process.
+
+    Args:
+        capacity: How many frames it holds; the oldest make room.
+        storage: `"memory"`, `"shared"` (other processes may attach), `"memmap"` (files in
+            `directory`, which may be larger than memory and are opened again as they were left), or
+            a CUDA device such as `"cuda:0"`.
+        directory: Of the files of `"memmap"`.
+        sampler: `"uniform"`, `"prioritized"` or a `Sampler`.
+        batch_size: Frames of a batch, where `sample` is not told.
+        prefetch: How many batches threads draw ahead; needs `batch_size`.
+        transform: Called with each batch; what it returns is the batch.
+        device: Where batches go.
+        pin_memory: Pin batches, so that copies to a GPU need not be waited for.
+        min_size: Frames that must have been written before the first sample.
+        samples_per_insert: How often a frame is drawn on average. Where it is given, `sample` waits
+            for frames and `extend` for samples.
+        tolerance: By how many samples the ratio may be missed, apart from one batch of each side.
+        timeout: Seconds after which a wait is an error; None waits as long as it takes.
+        seed: Of the draws.
+
+    Examples:
+        >>> from swath.collectors import Collector
+        >>> buffer = ReplayBuffer(10_000, batch_size=32, seed=0)
+        >>> with Collector("CartPole-v1", frames_per_batch=100, replay_buffer=buffer) as collector:
+        ...     collector.next()
+        >>> len(buffer), buffer.sample()["next", "reward"].shape
+        (100, torch.Size([32, 1]))
+    """
+
+    watch: Callable[[], object] | None = None
+    """Called while something is waited for; it raises if nobody will write any more. While there is
+    one, `sample` waits for frames instead of refusing."""
+
+    def __init__(  # noqa: PLR0913 - each is one independent choice
+        self,
+        capacity: int,
+        *,
+        storage: str = "memory",
+        directory: str | Path | None = None,
+        sampler: str | Sampler = "uniform",
+        batch_size: int | None = None,
+        prefetch: int = 0,
+        transform: Callable[[Any], Any] | None = None,
+        device: torch.device | str | None = None,
+        pin_memory: bool = False,
+        min_size: int = 1,
+        samples_per_insert: float | None = None,
+        tolerance: float = 1024.0,
+        timeout: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.capacity, self.storage, self.batch_size = capacity, storage, batch_size
+        self._pace = Pace(min_size, samples_per_insert, tolerance, timeout)
+        self._directory = None if directory is None else Path(directory).expanduser().absolute()
+        self._check_arguments(prefetch, pin_memory)
+        self.sampler = _sampler(sampler)
+        if batch_size is not None:
+            self.sampler.shape(batch_size)
+        self._prefetch, self._transform, self._pin = prefetch, transform, pin_memory
+        self._device = None if device is None else torch.device(device)
+        self._rng = np.random.default_rng(seed)
+        self._ring: Ring | None = None
+        self._runs: Runs | None = None
+        self._error: BaseException | None = None
+        self._trace: TracebackType | None = None
+        self._closed = self._attached = False
+        self._prefetcher: Prefetcher | None = None
+        self._lock = threading.Lock()
+        self._lag = (0, 0, 0)  # frames whose version is known, sum of their lags, the largest
+        if self._directory is not None and (self._directory / LEDGER).is_file():
+            self._use(open_ring(capacity, self._directory))
+
+    def _check_arguments(self, prefetch: int, pin_memory: bool) -> None:
+        kind = self.storage.partition(":")[0]
+        if kind not in ("memory", "shared", "memmap", "cuda"):
+            raise UsageError(
+                f"storage={self.storage!r} is unknown; give 'memory', 'shared', 'memmap' or a CUDA "
+                "device such as 'cuda:0'."
+            )
+        if (kind == "memmap") != (self._directory is not None):
+            raise UsageError(
+                f"storage={self.storage!r} with directory={self._directory}: a directory goes with "
+                "storage='memmap', and only with it."
+            )
+        if self.capacity < 1 or self._pace.min_size > self.capacity:
+            raise UsageError(
+                f"capacity={self.capacity} must be at least 1, and min_size="
+                f"{self._pace.min_size} not above it."
+            )
+        if prefetch < 0 or (prefetch and self.batch_size is None):
+            raise UsageError(f"prefetch={prefetch} needs a batch_size, and must not be negative.")
+        if pin_memory and not torch.cuda.is_available():
+            raise UsageError("pin_memory=True needs a GPU, and torch finds none; leave it out.")
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """Write the frames of a batch `[*, T]`, env by env and in order of time.
+
+        Rows that `("collector", "mask")` excludes are left out, and so is the mask. All frames are
+        written or, if this raises, none.
+        """
+        try:
+            self._write(batch)
+        except BaseException:
+            self._runs = self._runs and Runs()  # what follows does not continue what was before
+            raise
+
+    def _write(self, batch: TensorDictBase) -> None:
+        self._check()
+        values, lead, mask = frames_of(batch)
+        frames = math.prod(lead) if mask is None else int(np.count_nonzero(mask))
+        ring = self._ring or self._allocate(values, len(lead))
+        check_fit(ring, values, len(lead))
+        if not frames:
+            return
+        with ring.writing:
+            first = self._pace.until(
+                lambda: ring.claim(frames, lambda: self._pace.may_write(ring)),
+                self._check,
+                "to write: too few samples are drawn for samples_per_insert="
+                f"{self._pace.samples_per_insert}",
+            )
+            kept = min(frames, self.capacity)
+            try:
+                spans, skip = ring.spans(first, kept), frames - kept
+                for key, value in values.items():
+                    ring.columns[key].put(spans, value, mask, skip)
+                if self._runs is not None:
+                    self._runs.follow(ring, np.arange(first, first + kept))
+                version = newest(values)
+            except BaseException:
+                ring.abandon(first, kept)
+                raise
+            ring.commit(first, kept, frames, version)
+
+    def add(self, frame: TensorDictBase) -> None:
+        """Write one frame, a TensorDict without batch size."""
+        self.extend(frame.unsqueeze(0))
+
+    def prepare(self, batch: TensorDictBase) -> None:
+        """Make the memory for frames like those of a batch, and write none."""
+        values, lead, _ = frames_of(batch)
+        if self._ring is None:
+            self._allocate(values, len(lead))
+
+    def _allocate(self, values: Mapping[Key, torch.Tensor], dims: int) -> Ring:
+        with self._lock:
+            if self._ring is None:
+                taken = [key for key in values if key in (("index",), ("priority_weight",))]
+                if taken or not values:
+                    raise UsageError(
+                        f"a batch with the keys {[key_name(key) for key in values]} cannot be "
+                        "stored: it needs at least one, and 'index' and 'priority_weight' are "
+                        "added by sample(). Rename them."
+                    )
+                flat = {key: value.flatten(0, dims - 1) for key, value in values.items()}
+                self._use(make_ring(flat, self.capacity, self.storage, self._directory))
+            assert self._ring is not None
+            return self._ring
+
+    def _use(self, ring: Ring) -> None:
+        if self.sampler.runs:
+            if keys.TRAJ_IDS not in ring.columns:
+                raise UsageError(
+                    f"{type(self.sampler).__name__} needs {keys.TRAJ_IDS} in the batches; got "
+                    f"{[key_name(key) for key in ring.columns]}."
+                )
+            known, ring.words[Word.RUNS] = bool(ring.words[Word.RUNS]), 1
+            if not known:
+                Runs().follow(ring, ring.numbers())
+        self._runs = Runs() if ring.words[Word.RUNS] else None
+        self._ring = ring
+        if self._error is not None:
+            self.fail(self._error)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None) -> Any:
+        """Return frames drawn by the sampler, with their numbers as `"index"`.
+
+        Frame i is the i-th that was ever written. Where nobody is known to write (nothing to
+        `watch`, no `samples_per_insert`, no `timeout`, not shared), too few frames are an error;
+        otherwise they are waited for.
+        """
+        self._check()
+        size = self.batch_size if batch_size is None else batch_size
+        if size is None or size < 1:
+            raise UsageError(f"batch_size={size}: give sample() or the buffer at least 1.")
+        if not self._prefetch or size != self.batch_size:
+            return self._drawn(size, self._check)
+        with self._lock:
+            if self._prefetcher is None:
+                self._prefetcher = Prefetcher(self, ReplayBuffer._drawn_ahead, self._prefetch)
+            prefetcher = self._prefetcher
+        try:
+            return prefetcher.next(self._check)
+        except BaseException:
+            self._stop_prefetch()  # the next call starts anew
+            raise
+
+    def _drawn_ahead(self, stop: threading.Event) -> Any:
+        assert self.batch_size is not None
+
+        def check() -> None:
+            if stop.is_set():
+                raise ClosedError("this batch is not wanted any more.")
+            self._check()
+
+        return self._drawn(self.batch_size, check)
+
+    def _drawn(self, size: int, check: Callable[[], None]) -> Any:
+        """Wait until frames may be drawn, and return a batch of them."""
+        shape = self.sampler.shape(size)
+
+        def attempt() -> TensorDict | None:
+            ring = self._ring
+            if ring is None or not self._admit(ring, size):
+                return None
+            index = self.sampler.draw(ring, shape, self._rng)
+            batch = None if index is None else self._copy(ring, index, self.sampler)
+            if batch is None:
+                self._count(ring, -size)
+            return batch
+
+        batch = attempt()
+        if batch is None:
+            self._refuse_to_wait(shape)
+            batch = self._pace.until(attempt, check, f"for frames to draw: {self.stats()}")
+        return self._finish(batch)
+
+    def _admit(self, ring: Ring, size: int) -> bool:
+        with ring:
+            allowed = self._pace.may_draw(ring)
+            ring.words[Word.DRAWN] += size if allowed else 0
+        return allowed
+
+    def _count(self, ring: Ring, size: int) -> None:
+        with ring:
+            ring.words[Word.DRAWN] += size
+
+    def _refuse_to_wait(self, shape: tuple[int, ...]) -> None:
+        ring = self._ring
+        waits = self.watch is not None or self.storage == "shared"
+        if waits or self._pace.samples_per_insert is not None or self._pace.timeout is not None:
+            return
+        if ring is None or not (ring.stamps < 0).any():
+            raise UsageError(
+                f"{type(self.sampler).__name__} cannot draw {shape} from the {len(self)} frames of "
+                f"this buffer (min_size={self._pace.min_size}), and nobody is known to write more. "
+                "Extend it first, or give timeout= to wait for another thread."
+            )
+
+    def _copy(self, ring: Ring, index: np.ndarray, sampler: Sampler | None) -> TensorDict | None:
+        """Return frames that are whole; others than asked for, if the sampler has to draw again."""
+        draw = None if sampler is None else partial(sampler.draw, ring, rng=self._rng)
+        values = copy_whole(ring, index, draw)
+        if values is None:
+            return None
+        self._note_lag(ring, values.get(keys.POLICY_VERSION))
+        batch = nested(ring.tree, values, torch.Size(index.shape), torch.from_numpy(index))
+        if sampler is not None:
+            for name, extra in sampler.extras(ring, index).items():
+                batch.set(name, torch.from_numpy(extra))
+        return batch
+
+    def _note_lag(self, ring: Ring, versions: torch.Tensor | None) -> None:
+        if versions is not None:
+            array = versions.numpy(force=True)
+            newest = int(ring.words[Word.NEWEST])
+            total = newest * array.size - int(np.add.reduce(array, None))
+            most = newest - int(np.minimum.reduce(array, None))
+            with self._lock:
+                frames, lag, highest = self._lag
+                self._lag = (frames + array.size, lag + total, max(highest, most))
+
+    def _finish(self, batch: Any) -> Any:
+        if self._transform is not None:
+            batch = self._transform(batch)
+        if self._pin:
+            batch = batch.pin_memory()
+        return batch if self._device is None else batch.to(self._device, non_blocking=self._pin)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield all frames that are here now once, in random order; the last batch is smaller."""
+        self._check()
+        size, ring = self.batch_size, self._ring
+        if size is None:
+            raise UsageError("batch_size=None: iteration needs a buffer with a batch_size.")
+        order = self._rng.permutation([] if ring is None else ring.numbers())
+        for start in range(0, len(order), size):
+            assert ring is not None
+            batch, index = None, order[start : start + size]
+            while batch is None and len(index := index[ring.whole(index)]):
+                batch = self._copy(ring, index, None)
+            if batch is not None:
+                self._count(ring, len(index))
+                yield self._finish(batch)
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Give frames new priorities; those that were overwritten since are left out.
+
+        Args:
+            index: The `"index"` of batches.
+            priority: As many, or one for all; the absolute TD errors, for example.
+        """
+        self._check()
+        if self._ring is not None:
+            numbers, values = (
+                np.asarray(x.detach().cpu() if isinstance(x, torch.Tensor) else x)
+                for x in (index, priority)
+            )
+            if values.size == numbers.size:
+                values = values.reshape(numbers.shape)
+            self.sampler.update(self._ring, numbers, values)
+
+    # -- what is inside -------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return 0 if self._ring is None else int(self._ring.words[Word.HELD])
+
+    def empty(self) -> None:
+        """Forget all frames; what is being written meanwhile too."""
+        self._check()
+        self._stop_prefetch()
+        if self._ring is not None:
+            self._ring.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts, their ratio, and by how many versions the sampled frames lagged.
+
+        Frames and samples are those of all processes, the lag is that of the samples drawn here:
+        the newest version in the buffer minus the version that acted.
+        """
+        written, drawn = (
+            0 if self._ring is None else int(self._ring.words[word])
+            for word in (Word.WRITTEN, Word.DRAWN)
+        )
+        count, total, most = self._lag
+        return {
+            "size": len(self),
+            "frames": written,
+            "samples": drawn,
+            "sample_ratio": drawn / written if written else 0.0,
+            "lag_mean": total / count if count else 0.0,
+            "lag_max": most,
+        }
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all frames and all that the next draws depend on; plain tensors and numbers."""
+        self._check()
+        state, ring = self._state(), self._ring
+        if ring is not None:
+            with ring:
+                rows = ring.numbers() % self.capacity
+                state["frames"] = nest({key: c.take(rows) for key, c in ring.columns.items()})
+                state.update(self._ledger_state(ring))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken; nobody may write meanwhile."""
+        self._check()
+        self._stop_prefetch()
+        if state.get("format") != 1 or state.get("capacity") != self.capacity:
+            raise UsageError(
+                f"this is no state of a replay buffer with capacity={self.capacity}: format "
+                f"{state.get('format')!r}, capacity {state.get('capacity')!r}."
+            )
+        self._rng.bit_generator.state = state["rng"]
+        if "frames" not in state:
+            return self.empty()
+        values = dict(leaves(TensorDict(state["frames"], [len(state["numbers"])])))
+        ring = self._ring or self._allocate(values, 1)
+        check_fit(ring, values, 1)
+        runs = self._runs and Runs()
+        with ring.writing:
+            saving.restore(ring, values, state, runs)
+            self._runs = runs
+        self.sampler.load_state_dict(ring, state["sampler"])
+
+    def _state(self) -> dict[str, Any]:
+        return {"format": 1, "capacity": self.capacity, "rng": self._rng.bit_generator.state}
+
+    def _ledger_state(self, ring: Ring) -> dict[str, Any]:
+        ledger = torch.from_numpy(ring.words[: Word.RUNS].copy())
+        numbers = torch.from_numpy(ring.numbers())
+        return {"numbers": numbers, "words": ledger, "sampler": self.sampler.state_dict()}
+
+    def save(self, directory: str | Path) -> None:
+        """Write all to a directory, in place of what was saved there; `load_dataset` reads it too.
+
+        A crash meanwhile leaves the one before whole. Writers wait until it is done.
+        """
+        self._check()
+        ring = self._ring
+        if ring is None or not len(self):
+            raise UsageError("this replay buffer is empty; there is nothing to save.")
+        with ring:
+            state = {**self._state(), **self._ledger_state(ring)}
+            saving.save(ring, ring.numbers(), state, directory)
+
+    def load(self, directory: str | Path) -> None:
+        """Continue where `save` was called."""
+        frames, state = saving.load(directory)
+        self.load_state_dict({**state, "frames": frames})
+
+    # -- other processes, failures, the end -----------------------------------------------------
+
+    def handle(self) -> tuple[Handle, SharedMemory]:
+        """Return what another process needs for `attached`; the memory travels beside a message."""
+        self._check()
+        ring = self._ring
+        if ring is None or ring.memory is None:
+            raise UsageError(
+                f"a buffer with storage={self.storage!r} has nothing to attach to"
+                + (" yet: extend() or prepare() it first." if ring is None else "; use 'shared'.")
+            )
+        return Handle(ring.fields, self.capacity, ring.directory, asdict(self._pace)), ring.memory
+
+    @classmethod
+    def attached(cls, handle: Handle, memory: SharedMemory, **options: Any) -> ReplayBuffer:
+        """Return the buffer of another process, to write or to sample; options as of the class."""
+        for name in ("capacity", "storage", "directory"):
+            options.pop(name, None)
+        buffer = cls(handle.capacity, storage="shared", **{**handle.pace, **options})
+        buffer._attached = True
+        buffer._use(attach(handle.fields, handle.capacity, memory, handle.directory))
+        return buffer
+
+    def fail(self, error: BaseException | None) -> None:
+        """Let all waiting and all later calls raise an error, in all processes; None ends that."""
+        self._error, self._trace = error, getattr(error, "__traceback__", None)
+        if self._ring is not None:
+            parcel = b"" if error is None else pack_error(error)
+            if len(parcel) > ERROR_BYTES:
+                parcel = pack_error(WorkerError(f"{type(error).__name__}: {error}"[:1000]))
+            self._ring.tell(OPEN if error is None else FAILED, parcel)
+
+    def close(self) -> None:
+        """End the threads and all waiting, here and in attached processes; again is nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_prefetch()
+        ring = self._ring
+        if ring is None or self._attached:
+            return
+        ring.tell(CLOSED)
+        ring.let_go()
+
+    def _check(self) -> None:
+        """Raise if nothing can be written or drawn any more."""
+        ring = self._ring
+        if ring is not None:
+            state = ring.words[Word.STATE]
+            if state == OPEN:
+                self._error = None
+            elif state == FAILED and self._error is None:
+                self._error = unpack_error(ring.told())
+            self._closed |= bool(state == CLOSED)
+        if self._closed:
+            raise ClosedError("this replay buffer was closed; make a new one.")
+        if self._error is not None:
+            raise self._error.with_traceback(self._trace)
+        if self.watch is not None:
+            self.watch()
+
+    def _stop_prefetch(self) -> None:
+        with self._lock:
+            prefetcher, self._prefetcher = self._prefetcher, None
+        if prefetcher is not None:
+            prefetcher.close()
+
+    def __enter__(self) -> ReplayBuffer:
+        self._check()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _sampler(given: str | Sampler) -> Sampler:
+    if isinstance(given, Sampler):
+        return given
+    if given not in _SAMPLERS:
+        raise UsageError(
+            f"sampler={given!r} is unknown; give one of {sorted(_SAMPLERS)} or a Sampler such as "
+            "SliceSampler(slice_len=16)."
+        )
+    return _SAMPLERS[given]()

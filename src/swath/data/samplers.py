@@ -1,0 +1,308 @@
+"""Which frames of a replay buffer make a batch.
+
+A sampler names frames by number. It may look at the ring at any time without a lock: what it names
+is checked when it has been copied, and asked for again if it was overwritten meanwhile.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from swath.data.storage import Ring, Word
+from swath.errors import UsageError
+
+__all__ = ["PrioritizedSampler", "Sampler", "SliceSampler", "UniformSampler"]
+
+
+class Sampler(abc.ABC):
+    """How frames are chosen; one object serves one buffer."""
+
+    runs = False
+    """Whether the ring is to know the frame before each frame of a trajectory."""
+
+    def shape(self, batch_size: int) -> tuple[int, ...]:
+        """Return the batch size of what `batch_size` frames come as."""
+        return (batch_size,)
+
+    @abc.abstractmethod
+    def draw(
+        self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
+    ) -> np.ndarray | None:
+        """Return the numbers of frames of that shape, or None if there are not enough now."""
+
+    def extras(self, ring: Ring, index: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what stands beside the frames, by key."""
+        return {}
+
+    def update(self, ring: Ring, index: np.ndarray, priority: np.ndarray) -> None:
+        """Take new priorities of frames."""
+        raise UsageError(
+            f"{type(self).__name__} has no priorities; give the buffer a PrioritizedSampler."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next draw depends on, beside the frames."""
+        return {}
+
+    def load_state_dict(self, ring: Ring, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        return
+
+
+def _random(ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the numbers of up to `count` frames that are whole, each as likely as any other."""
+    low, high = ring.window()
+    rows = (rng.random(count) * (high - low)).astype(np.int64)
+    if high - low < ring.capacity:
+        rows += low
+        rows %= ring.capacity
+    numbers = ring.stamps.take(rows)
+    numbers -= 1
+    return numbers if numbers.min(initial=0) >= 0 else numbers[numbers >= 0]
+
+
+def _enough(
+    ring: Ring, count: int, rng: np.random.Generator, fit: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray | None:
+    """Return `count` of what `fit` makes of random frames, or None if none of them fits.
+
+    Args:
+        ring: Where they are.
+        count: How many.
+        rng: Random numbers.
+        fit: Takes numbers of frames and returns something for each of those that can be used.
+    """
+    found: list[np.ndarray] = []
+    for tries in (2, 8, 32):
+        found.append(fit(_random(ring, tries * count, rng))[:count])
+        count -= len(found[-1])
+        if not count:
+            return np.concatenate(found)
+    fitting = fit(ring.numbers())
+    if not len(fitting):
+        return None
+    return np.concatenate([*found, fitting[rng.integers(len(fitting), size=count)]])
+
+
+class UniformSampler(Sampler):
+    """Every frame is as likely as any other.
+
+    Args:
+        replacement: If False, frames come in random order, and none again before all have come;
+            those written meanwhile come in the next round.
+    """
+
+    def __init__(self, replacement: bool = True) -> None:
+        self.replacement = replacement
+        self._left = np.empty(0, np.int64)
+        self._lock = threading.Lock()
+
+    def draw(
+        self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
+    ) -> np.ndarray | None:
+        if self.replacement:
+            numbers = _random(ring, shape[0], rng)
+            if len(numbers) == shape[0]:
+                return numbers
+            return _enough(ring, shape[0], rng, lambda numbers: numbers)
+        with self._lock:
+            return self._next(ring, shape[0], rng)
+
+    def _next(self, ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray | None:
+        found = self._left[:0]
+        while len(self._left) and (missing := count - len(found)):
+            some, self._left = self._left[:missing], self._left[missing:]
+            found = np.concatenate([found, some[ring.whole(some)]])
+        if len(found) < count:
+            others = rng.permutation(np.setdiff1d(ring.numbers(), found))
+            found, self._left = np.concatenate([found, others]), found
+            if len(found) < count:
+                return None
+            found, self._left = found[:count], found[count:]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": torch.from_numpy(self._left.copy())}
+
+    def load_state_dict(self, ring: Ring, state: dict[str, Any]) -> None:
+        self._left = state["left"].numpy().copy()
+
+
+class SliceSampler(Sampler):
+    """Runs of consecutive frames of one trajectory, in the order of time.
+
+    A batch has batch size `[slices, frames of each]` and its last dimension is called `time`, as a
+    collector's has. Frames of an env count as consecutive across the batches of
+    one writer. A slice is chosen by its last frame, all of which are equally likely.
+
+    Args:
+        num_slices: How many; each is `batch_size / num_slices` long.
+        slice_len: How long each is; there are `batch_size / slice_len`.
+    """
+
+    runs = True
+
+    def __init__(self, *, num_slices: int | None = None, slice_len: int | None = None) -> None:
+        if (num_slices is None) == (slice_len is None) or (num_slices or slice_len or 0) < 1:
+            raise UsageError(
+                f"SliceSampler needs one of num_slices and slice_len, at least 1; got "
+                f"num_slices={num_slices}, slice_len={slice_len}."
+            )
+        self.num_slices, self.slice_len = num_slices, slice_len
+
+    def shape(self, batch_size: int) -> tuple[int, ...]:
+        given = self.num_slices or self.slice_len or 1
+        other, rest = divmod(batch_size, given)
+        if rest or not other:
+            name = "slice_len" if self.num_slices is None else "num_slices"
+            raise UsageError(
+                f"batch_size={batch_size} is no multiple of {name}={given}; it is the number of "
+                f"frames of all slices, for example {max(other, 1) * given}."
+            )
+        return (given, other) if self.num_slices is not None else (other, given)
+
+    def draw(
+        self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
+    ) -> np.ndarray | None:
+        count, length = shape
+
+        def slices(last: np.ndarray) -> np.ndarray:
+            last = last[ring.depth.take(last % ring.capacity) >= length][: 2 * count]
+            index = np.empty((length, len(last)), np.int64)
+            for step in range(length - 1, -1, -1):
+                index[step] = last
+                last = ring.before.take(last % ring.capacity)
+            index = index.T
+            return index[ring.whole(index).all(1)]
+
+        return _enough(ring, count, rng, slices)
+
+
+class PrioritizedSampler(Sampler):
+    """Frames with a higher priority come more often (Schaul et al., 2016).
+
+    A frame of priority p is drawn in proportion to `(p + eps) ** alpha`; a new one has the highest
+    priority so far. Batches have `"priority_weight"`: `probability ** -beta` divided by its largest
+    in the batch. The attribute `beta` may be changed at any time.
+
+    Args:
+        alpha: 0 draws all frames alike.
+        beta: 1 makes up for the priorities in full, 0 not at all.
+        eps: Added to priorities.
+    """
+
+    def __init__(self, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-8) -> None:
+        if alpha < 0 or beta < 0 or eps < 0:
+            raise UsageError(
+                f"alpha, beta and eps must not be negative; got {alpha}, {beta}, {eps}."
+            )
+        self.alpha, self.beta, self.eps = alpha, beta, eps
+        self._highest = 1.0
+        self._tree = _SumTree(1)
+        self._seen = self._floor = -1
+        self._waiting = np.empty(0, np.int64)
+        self._lock = threading.Lock()
+
+    def draw(
+        self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
+    ) -> np.ndarray | None:
+        index = np.full(shape, -1)
+        with self._lock:
+            while (missing := np.flatnonzero(index < 0)).size:
+                self._follow(ring)
+                if not self._tree.total() > 0:
+                    return None
+                rows = self._tree.find(rng.random(len(missing)))
+                index[missing] = ring.stamps.take(rows) - 1  # negative if not whole: once more
+        return index
+
+    def extras(self, ring: Ring, index: np.ndarray) -> dict[str, np.ndarray]:
+        with self._lock:
+            share = self._tree.flat.take(index % ring.capacity)
+        share = np.maximum(share, np.finfo(np.float64).tiny) ** -self.beta
+        return {"priority_weight": (share / share.max()).astype(np.float32)}
+
+    def update(self, ring: Ring, index: np.ndarray, priority: np.ndarray) -> None:
+        priority = np.broadcast_to(priority, index.shape).reshape(-1).astype(np.float64)
+        index = index.reshape(-1)
+        if not (np.isfinite(priority).all() and (priority >= 0).all()):
+            raise UsageError("priorities must be finite and not negative; got others.")
+        with self._lock:
+            self._follow(ring)
+            here = ring.whole(index)
+            index, priority = index[here], priority[here]
+            if len(index):
+                self._highest = max(self._highest, float(priority.max()))
+                self._tree.set(index % ring.capacity, (priority + self.eps) ** self.alpha)
+
+    def _follow(self, ring: Ring) -> None:
+        """Give frames that were written since the last look the highest priority."""
+        low, high = ring.window()
+        if self._tree.size != ring.capacity or self._floor != ring.words[Word.FLOOR]:
+            self._tree, self._floor = _SumTree(ring.capacity), int(ring.words[Word.FLOOR])
+            self._seen, self._waiting = low, self._waiting[:0]
+        fresh = np.arange(max(self._seen, low), high)
+        if len(self._waiting):
+            fresh = np.concatenate([self._waiting[self._waiting >= low], fresh])
+        self._seen = high
+        if len(fresh):
+            whole = ring.whole(fresh)
+            highest = (self._highest + self.eps) ** self.alpha
+            self._tree.set(fresh % ring.capacity, np.where(whole, highest, 0.0))
+            self._waiting = fresh[~whole]
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._lock:
+            values = self._tree.flat[: self._tree.size].copy()
+            state = {"highest": self._highest, "seen": self._seen, "floor": self._floor}
+            return {**state, "values": torch.from_numpy(values)}
+
+    def load_state_dict(self, ring: Ring, state: dict[str, Any]) -> None:
+        with self._lock:
+            self._highest, self._seen, self._floor = (
+                state[name] for name in ("highest", "seen", "floor")
+            )
+            self._tree = _SumTree(len(state["values"]))
+            values = np.where(ring.stamps > 0, state["values"].numpy(), 0.0)
+            self._tree.set(np.arange(self._tree.size), values)
+            self._waiting = np.empty(0, np.int64)
+
+
+class _SumTree:
+    """Numbers, and the sum of each 64 of them.
+
+    Two levels rather than many: each is a few calls of numpy for all that is asked at once.
+    """
+
+    block = 64
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._blocks = np.zeros((-(-size // self.block), self.block))
+        self.flat = self._blocks.reshape(-1)
+        self._sums = np.zeros(len(self._blocks))
+
+    def total(self) -> float:
+        return float(self._sums.sum())
+
+    def set(self, rows: np.ndarray, values: np.ndarray) -> None:
+        self.flat[rows] = values
+        blocks = rows // self.block
+        blocks = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]  # neighbours share one
+        self._sums[blocks] = self._blocks[blocks].sum(1)
+
+    def find(self, shares: np.ndarray) -> np.ndarray:
+        """Return the rows at which the sum of all up to there exceeds these shares of the total."""
+        upto = self._sums.cumsum()
+        mass = shares * upto[-1]
+        block = np.minimum(np.searchsorted(upto, mass, side="right"), len(upto) - 1)
+        sums = self._blocks[block].cumsum(1)
+        mass -= upto[block] - self._sums[block]
+        inside = sums > np.minimum(mass, sums[:, -1] * (1 - 1e-12))[:, None]  # despite rounding
+        return np.minimum(block * self.block + inside.argmax(1), self.size - 1)

@@ -1,0 +1,86 @@
+"""Saving a replay buffer as a dataset: whole, or the one before it.
+
+```
+ DIR.new   written, with replay.pt beside the frames -->  DIR becomes DIR.old, DIR.new becomes DIR
+```
+
+Wherever a crash comes, DIR or, between the two steps, DIR.old is whole; both are looked for.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from swath.data.datasets import DatasetWriter, load_dataset, partial_of
+from swath.data.runs import Runs
+from swath.data.storage import Ring, Word
+from swath.errors import UsageError
+from swath.tree import Key, nest
+
+__all__ = ["load", "restore", "save"]
+
+_STATE = "replay.pt"
+_CHUNK = 1 << 26
+
+
+def save(ring: Ring, numbers: np.ndarray, state: Mapping[str, Any], directory: str | Path) -> None:
+    """Write frames and whatever else there is to know, in place of what was saved there before."""
+    path, new, old = _paths(directory)
+    if path.exists() and not (path / _STATE).is_file():
+        raise UsageError(f"{path} exists and is no saved replay buffer; name another directory.")
+    for leftover in (new, partial_of(new)):
+        shutil.rmtree(leftover, ignore_errors=True)
+    size = sum(column.tensor[:1].nbytes for column in ring.columns.values())
+    with DatasetWriter(new, capacity=ring.capacity) as writer:
+        for part in np.array_split(numbers, -(-len(numbers) * size // _CHUNK) or 1):
+            rows = {key: column.take(part % ring.capacity) for key, column in ring.columns.items()}
+            writer.write(TensorDict(nest(rows), [len(part)]))
+    torch.save(dict(state), new / _STATE)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(directory: str | Path) -> tuple[TensorDict, dict[str, Any]]:
+    """Return the frames, memory-mapped, and the rest."""
+    path = _paths(directory)[0]
+    if not (path / _STATE).is_file():
+        raise UsageError(f"{path} is no saved replay buffer: it has no {_STATE}.")
+    return load_dataset(path), torch.load(path / _STATE, weights_only=True)
+
+
+def restore(
+    ring: Ring, values: Mapping[Key, torch.Tensor], state: Mapping[str, Any], runs: Runs | None
+) -> None:
+    """Put frames back into their rows, with the numbers that they had."""
+    numbers = state["numbers"].numpy()
+    rows = numbers % ring.capacity
+    with ring:
+        ring.stamps[:] = 0
+        for key, value in values.items():
+            tensor = ring.columns[key].tensor
+            tensor[torch.from_numpy(rows)] = value.to(tensor.device)
+        ring.words[: Word.RUNS] = state["words"].numpy()
+        if runs is not None:
+            runs.follow(ring, numbers)
+        ring.stamps[rows] = numbers + 1
+
+
+def _paths(directory: str | Path) -> tuple[Path, Path, Path]:
+    """Return DIR, DIR.new and DIR.old, after setting right what a crash has left."""
+    path = Path(directory).expanduser().absolute()
+    new, old = (path.with_name(path.name + end) for end in (".new", ".old"))
+    if old.exists():
+        if path.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(path)
+    return path, new, old

@@ -1,0 +1,386 @@
+"""The ring of a replay buffer: columns of frames, and a ledger of which frames are whole.
+
+```
+ block:    | words | stamps | depth | before | an error |        columns: [capacity, *shape] by key
+ a stamp:  0  nothing     -(i + 1)  frame i is being written     i + 1  frame i is whole
+```
+
+Frames are numbered from 0 in the order in which rows are claimed; frame i stands in row
+i % capacity. A writer claims rows under the ledger's lock, which makes their stamps negative,
+copies without it, and sets the final stamps under it. A reader copies without a lock: it looks at
+the stamps, copies, and looks again. A frame that is not whole is never seen.
+
+*Who owns what.* A writer owns the rows that it claimed, by a lock of the kernel on as many bytes of
+the block's file, until they are whole: a writer that is a lap ahead waits for one that is slow, and
+not for one that is dead. Both locks end with their process. What a killed writer had begun stays
+negative until the ring comes round; if it died while it changed the ledger, the next one counts
+again. On the heap the same locks are between threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from swath.data.columns import WORTH_THREADS, Column, HostColumn, Record, Span, column_of
+from swath.data.datasets import LEDGER, LEDGER_WORDS, make_columns, partial_of, write_about
+from swath.errors import UsageError
+from swath.memory import Field, Layout, SharedMemory
+from swath.tree import Key, nest
+
+__all__ = ["Handle", "Ring", "make_ring", "open_ring"]
+
+
+class Word:
+    """The words of a ledger, shared by all who use it."""
+
+    CLAIMED = 0  # frames for which there was ever a row
+    FLOOR = 1  # the number of the first one since `empty`
+    HELD = 2  # rows that are whole
+    WRITTEN = 3  # frames written
+    CLEARED = 4  # how many of them before the last `empty`
+    DRAWN = 5  # samples drawn
+    NEWEST = 6  # the newest policy version
+    RUNS = 7  # whether depth and before are kept
+    BUSY = 8  # whether somebody changes the ledger
+    STATE = 9  # OPEN, CLOSED or FAILED
+    ERROR = 10  # bytes of the error
+
+
+OPEN, CLOSED, FAILED = range(3)
+_Tensors = Mapping[Key, torch.Tensor]
+ERROR_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Handle:
+    """All that another process needs to attach, beside the memory; it can be pickled."""
+
+    fields: tuple[Field, ...]
+    capacity: int
+    directory: Path | None
+    pace: Mapping[str, float | None]
+
+
+class _Locks:
+    """What threads of one process share: the kernel's locks are those of the whole process.
+
+    For that reason they also end when the process closes any descriptor of the file.
+    """
+
+    def __init__(self) -> None:
+        self.writing, self.ledger = threading.Lock(), threading.Lock()
+
+
+_known: weakref.WeakValueDictionary[tuple[int, int], _Locks] = weakref.WeakValueDictionary()
+
+
+class Ring:
+    """Rows of frames and their ledger; see the top of the file.
+
+    Args:
+        columns: A tensor `[capacity, *shape]` for each key.
+        block: The ledger's bytes.
+        memory: That the ledger lies in, if others can attach to it.
+        directory: That the columns lie in, if they do.
+        record: That all small columns lie in, if they do: `[capacity, bytes]`.
+    """
+
+    def __init__(
+        self,
+        columns: _Tensors,
+        block: np.ndarray,
+        memory: SharedMemory | None = None,
+        directory: Path | None = None,
+        record: torch.Tensor | None = None,
+    ) -> None:
+        self.memory, self.directory = memory, directory
+        self.fields = _fields(columns)
+        self.capacity = capacity = len(next(iter(columns.values())))
+        self.columns: dict[Key, Column] = {k: column_of(t) for k, t in columns.items()}
+        self.tree = nest({key: key for key in columns})
+        self._apart = dict(self.columns)
+        self._record: Record | None = None
+        if record is not None and not record.is_cuda:
+            small = {k: c for k, c in self.columns.items() if isinstance(c, HostColumn) and c.small}
+            self._apart = {k: c for k, c in self.columns.items() if k not in small}
+            self._record = Record(small, record.numpy())
+        whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
+        self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(3, capacity)
+        self.stamps, self.depth, self.before = rows
+        self._error = block[len(whole) * 8 :]
+        self._descriptor = None if memory is None else memory.descriptor
+        locks = _Locks()
+        if self._descriptor is not None:
+            status = os.fstat(self._descriptor)
+            locks = _known.setdefault((status.st_dev, status.st_ino), locks)
+        self._locks, self.writing = locks, locks.writing
+
+    def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
+        """Return copies of rows, by key."""
+        values = {key: column.take(rows) for key, column in self._apart.items()}
+        if self._record is not None:
+            values.update(self._record.take(rows))
+        return values
+
+    # -- the ledger -----------------------------------------------------------------------------
+
+    def __enter__(self) -> Ring:
+        """Take the ledger: nobody claims rows or makes them whole meanwhile."""
+        self._locks.ledger.acquire()
+        if self._descriptor is not None:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
+        if self.words[Word.BUSY]:  # who had it was killed
+            self.words[Word.HELD] = np.count_nonzero(self.stamps > 0)
+        self.words[Word.BUSY] = 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.words[Word.BUSY] = kind is not None
+        if self._descriptor is not None:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
+        self._locks.ledger.release()
+
+    def fence(self) -> None:
+        """Keep processors that reorder memory accesses from doing so here: a lock does."""
+        with self._locks.ledger:
+            pass
+
+    def claim(self, frames: int, allowed: Callable[[], bool]) -> int | None:
+        """Return the number of the first frame to write, or None if it is to wait.
+
+        The last `capacity` of the frames get rows; `writing` must be held until `commit`.
+        """
+        with self:
+            first = int(self.words[Word.CLAIMED])
+            kept = min(frames, self.capacity)
+            spans = self.spans(first + frames - kept, kept)
+            if not allowed() or not self._own(spans):
+                return None
+            for start, stop, _ in spans:
+                self.words[Word.HELD] -= np.count_nonzero(self.stamps[start:stop] > 0)
+            self.words[Word.CLAIMED] = first + frames
+            self._stamp(spans, -np.arange(first + frames - kept + 1, first + frames + 1))
+        return first + frames - kept
+
+    def commit(self, first: int, kept: int, frames: int, version: int) -> None:
+        """Make rows whole; those that `empty` has taken meanwhile are left out."""
+        self.fence()
+        numbers, spans = np.arange(first + 1, first + kept + 1), self.spans(first, kept)
+        with self:
+            if first >= self.words[Word.FLOOR]:
+                self._stamp(spans, numbers)
+                self.words[Word.HELD] += kept
+            self.words[Word.WRITTEN] += frames
+            self.words[Word.NEWEST] = max(self.words[Word.NEWEST], version)
+            self._disown(spans)
+
+    def abandon(self, first: int, kept: int) -> None:
+        """Give claimed rows up."""
+        spans = self.spans(first, kept)
+        with self:
+            self._stamp(spans, np.zeros(kept, np.int64))
+            self._disown(spans)
+
+    def clear(self) -> None:
+        """Forget all frames; their numbers are not used again."""
+        with self:
+            self.words[Word.FLOOR], self.words[Word.CLEARED] = (
+                self.words[Word.CLAIMED],
+                self.words[Word.WRITTEN],
+            )
+            self.stamps[:] = 0
+            self.words[Word.HELD] = 0
+
+    def _stamp(self, spans: list[Span], values: np.ndarray) -> None:
+        for start, stop, at in spans:
+            self.stamps[start:stop] = values[at : at + stop - start]
+
+    def _own(self, spans: list[Span]) -> bool:
+        if self._descriptor is None:
+            return True
+        try:
+            for start, stop, _ in spans:
+                how = fcntl.LOCK_EX | fcntl.LOCK_NB
+                fcntl.lockf(self._descriptor, how, stop - start, 1 + start)
+        except (BlockingIOError, PermissionError):
+            self._disown(spans)
+            return False
+        return True
+
+    def _disown(self, spans: list[Span]) -> None:
+        if self._descriptor is not None:
+            for start, stop, _ in spans:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, stop - start, 1 + start)
+
+    # -- what readers ask -----------------------------------------------------------------------
+
+    def spans(self, first: int, frames: int) -> list[Span]:
+        """Return the rows of consecutive frames: one span, or two if they cross the seam."""
+        start = first % self.capacity
+        if start + frames <= self.capacity:
+            return [(start, start + frames, 0)]
+        return [
+            (start, self.capacity, 0),
+            (0, start + frames - self.capacity, self.capacity - start),
+        ]
+
+    def window(self) -> tuple[int, int]:
+        """Return the numbers from and up to which there can be frames."""
+        high = int(self.words[Word.CLAIMED])
+        return max(int(self.words[Word.FLOOR]), high - self.capacity), high
+
+    def whole(self, numbers: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """Tell which of these frames are here and whole; `rows` saves computing them."""
+        return self.stamps.take(numbers % self.capacity if rows is None else rows) == numbers + 1
+
+    def numbers(self) -> np.ndarray:
+        """Return the numbers of all frames that are whole, the oldest first."""
+        return np.sort(self.stamps[self.stamps > 0]) - 1
+
+    # -- the state of all who use it ------------------------------------------------------------
+
+    def tell(self, state: int, error: bytes = b"") -> None:
+        """Let everybody know that the buffer is closed or has failed."""
+        error = error[:ERROR_BYTES]
+        self._error[: len(error)] = np.frombuffer(error, np.uint8)
+        self.words[Word.ERROR] = len(error)
+        self.fence()
+        self.words[Word.STATE] = state
+
+    def let_go(self) -> None:
+        """Let another buffer open the directory."""
+        if self.directory is not None and self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def told(self) -> bytes:
+        """Return the error that was told."""
+        return self._error[: int(self.words[Word.ERROR])].tobytes()
+
+
+def _block_size(capacity: int) -> int:
+    return -(-(8 * (LEDGER_WORDS + 3 * capacity) + ERROR_BYTES) // 64) * 64
+
+
+def _fields(columns: _Tensors) -> tuple[Field, ...]:
+    return tuple(Field(key, tuple(one.shape[1:]), one.dtype) for key, one in columns.items())
+
+
+def _layout(fields: Iterable[Field], capacity: int) -> tuple[Layout, dict[Key, int]]:
+    """Return where fields stand, and for small ones where in the record that they share.
+
+    All that is small of a frame is together, so that picking it is one access to memory, not one
+    for each key. Larger items come first, which keeps all of them aligned.
+    """
+    small = [field for field in fields if 0 < _nbytes(field) < WORTH_THREADS]
+    small.sort(key=lambda field: (-field.dtype.itemsize, str(field.dtype), field.shape))
+    places, size = {}, 0
+    for field in small:
+        places[field.key] = size
+        size += _nbytes(field)
+    size = -(-size // 16) * 16
+    large = [field for field in fields if field.key not in places]
+    return Layout([Field((), (size,), torch.uint8), *large], capacity, 1), places
+
+
+def _nbytes(field: Field) -> int:
+    return math.prod(field.shape) * field.dtype.itemsize
+
+
+def _columns(
+    fields: Iterable[Field], block: torch.Tensor, capacity: int
+) -> tuple[dict[Key, torch.Tensor], torch.Tensor | None]:
+    layout, places = _layout(fields, capacity)
+    tensors = {key: tensor[:, 0] for key, tensor in layout.tensors(block).items()}
+    record = tensors.pop(())
+    for field in sorted(fields, key=lambda field: places.get(field.key, 0)):
+        if field.key in places:
+            start = places[field.key]
+            part = record[:, start : start + _nbytes(field)].view(field.dtype)
+            tensors[field.key] = part.view(capacity, *field.shape)
+    return tensors, record if places else None
+
+
+def make_ring(frames: _Tensors, capacity: int, storage: str, directory: Path | None) -> Ring:
+    """Return an empty ring for frames like these, `[frames, *shape]` each."""
+    if storage == "memmap":
+        assert directory is not None
+        _make_files(frames, capacity, directory)
+        return open_ring(capacity, directory)
+    fields, size = _fields(frames), _block_size(capacity)
+    nbytes = _layout(fields, capacity)[0].nbytes
+    if storage == "shared":
+        return attach(fields, capacity, SharedMemory(size + nbytes))
+    device = "cpu" if storage == "memory" else storage
+    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    columns, record = _columns(fields, block, capacity)
+    return Ring(columns, np.zeros(size, np.uint8), record=record)
+
+
+def attach(
+    fields: Iterable[Field], capacity: int, memory: SharedMemory, directory: Path | None = None
+) -> Ring:
+    """Return a ring on memory that the maker of the buffer has sent."""
+    block, rest = np.split(memory.array, [_block_size(capacity)])
+    if directory is not None:
+        return Ring(_mapped(directory), block, memory, directory)
+    columns, record = _columns(fields, torch.from_numpy(rest), capacity)
+    return Ring(columns, block, memory, record=record)
+
+
+def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
+    """Write files for `capacity` frames beside the directory, and give them its name."""
+    partial = partial_of(directory)
+    partial.mkdir(parents=True)
+    columns = make_columns(partial, {key: value[:1].cpu() for key, value in frames.items()})
+    for column in columns.values():
+        column.cut(capacity)  # longer, rather: what is not written yet takes no room
+    tensors = {key: column.load(capacity) for key, column in columns.items()}
+    TensorDict(nest(tensors), [capacity]).memmap_(partial)
+    with (partial / LEDGER).open("wb") as file:
+        file.truncate(_block_size(capacity))
+    write_about(partial, {"capacity": capacity})
+    if directory.is_dir():
+        directory.rmdir()
+    partial.rename(directory)
+
+
+def open_ring(capacity: int, directory: Path) -> Ring:
+    """Return the ring that a directory holds, as its last writer left it."""
+    about = json.loads((directory / "swath.json").read_text())
+    if about["capacity"] != capacity:
+        raise UsageError(
+            f"{directory} has a buffer with capacity={about['capacity']}, not {capacity}; give the "
+            "same, or name another directory."
+        )
+    memory = SharedMemory(_block_size(capacity), os.open(directory / LEDGER, os.O_RDWR))
+    assert memory.descriptor is not None
+    try:
+        fcntl.flock(memory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{directory} is open in another buffer; close that one, or attach to it."
+        ) from None
+    ring = Ring(_mapped(directory), memory.array, memory, directory)
+    ring.stamps[ring.stamps < 0] = 0  # what a killed writer had begun
+    ring.words[Word.BUSY], ring.words[Word.STATE] = 1, OPEN
+    return ring
+
+
+def _mapped(directory: Path) -> _Tensors:
+    flat = TensorDict.load_memmap(directory).items(True, True)
+    return {
+        (key,) if isinstance(key, str) else tuple(key): value.as_subclass(torch.Tensor)
+        for key, value in flat
+    }

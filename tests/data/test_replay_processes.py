@@ -1,0 +1,194 @@
+"""One buffer, many processes: whole frames only, whoever is slow, stopped or killed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replay_kit as kit
+import torch
+from replay_kit import check, check_sums, contents, numbered
+
+from swath.data import ReplayBuffer, SliceSampler
+from swath.errors import EnvError, UsageError
+from swath.links import ProcessLink
+
+
+@contextlib.contextmanager
+def process(target: Callable[..., None], buffer: ReplayBuffer, message: Any) -> Iterator[Any]:
+    link = ProcessLink(target, b"")
+    try:
+        handle, memory = buffer.handle()
+        link.send((handle, message), [memory])
+        yield link
+    finally:
+        link.kill()
+        link.close()
+
+
+def shared(capacity: int = 10, **options: Any) -> ReplayBuffer:
+    buffer = ReplayBuffer(capacity, storage="shared", batch_size=8, seed=0, **options)
+    buffer.prepare(numbered(0, 1))
+    return buffer
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("capacity", [300, 20_000])
+def test_four_processes_write_and_a_million_samples_are_whole(capacity: int) -> None:
+    """The small ring is overwritten many times a second; half a million samples each."""
+    with ReplayBuffer(capacity, storage="shared", batch_size=1000, seed=0) as buffer:
+        buffer.prepare(kit.summed(0, 0, 1))
+        with contextlib.ExitStack() as stack:
+            links = [
+                stack.enter_context(process(kit.write_for_ever, buffer, worker))
+                for worker in range(4)
+            ]
+            workers: set[int] = set()
+            samples, deadline = 0, time.monotonic() + 40
+            while samples < 500_000 and time.monotonic() < deadline:
+                batch = buffer.sample()
+                check_sums(batch)
+                workers |= set(batch["content"][:, 0].unique().tolist())
+                samples += len(batch)
+            stats = buffer.stats()
+            buffer.close()
+            assert [link.receive() for link in links] == ["closed"] * 4
+        assert samples == 500_000 == stats["samples"]
+        assert workers == {0, 1, 2, 3}
+        assert stats["frames"] > 3 * capacity
+
+
+def test_threads_write_and_read_too() -> None:
+    with ReplayBuffer(200, batch_size=100, prefetch=2, seed=0, timeout=30) as buffer:
+        stop = threading.Event()
+
+        def write(worker: int) -> None:
+            batches = [kit.summed(worker, first, 1 + first) for first in range(60)]
+            while not stop.is_set():
+                for batch in batches:
+                    buffer.extend(batch)
+
+        threads = [threading.Thread(target=write, args=(worker,)) for worker in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(300):
+                check_sums(buffer.sample())
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+@pytest.mark.parametrize("storage", ["shared", "memmap"])
+def test_another_process_writes_what_this_one_reads(storage: str, tmp_path: Path) -> None:
+    directory = tmp_path / "files" if storage == "memmap" else None
+    buffer = ReplayBuffer(10, storage=storage, directory=directory, batch_size=4)
+    with pytest.raises(UsageError, match=r"extend\(\) or prepare\(\) it first"):
+        buffer.handle()
+    buffer.prepare(numbered(0, 1))
+    with process(kit.write_once, buffer, (5, 13)) as link:
+        assert link.receive() == 10
+        assert contents(buffer) == list(range(8, 18))
+        buffer.extend(numbered(100, 3))
+        assert contents(buffer) == [*range(11, 18), 100, 101, 102]
+    buffer.close()
+    plain = ReplayBuffer(10)
+    plain.extend(numbered(0, 1))
+    with pytest.raises(UsageError, match="use 'shared'"):
+        plain.handle()
+
+
+def test_a_killed_writer_holds_nobody_up_and_its_frames_are_never_seen() -> None:
+    buffer = shared(10, timeout=20)
+    buffer.extend(numbered(0, 10))
+    with process(kit.die_while_writing, buffer, 4) as link:
+        assert link.exit_code(30) == -9
+    assert contents(buffer) == [4, 5, 6, 7, 8, 9]
+    assert set(check(buffer.sample(200)).tolist()) == set(range(4, 10))
+    buffer.extend(numbered(20, 8))
+    assert contents(buffer) == [*range(20, 28)]  # those rows come last in the ring
+    buffer.extend(numbered(30, 10))
+    assert contents(buffer) == list(range(30, 40))
+
+
+def test_a_writer_that_is_killed_with_the_lock_is_cleared_up_after() -> None:
+    buffer = shared(10, timeout=20)
+    buffer.extend(numbered(0, 10))
+    with process(kit.die_in_the_ledger, buffer, None) as link:
+        assert link.exit_code(30) == -9
+    buffer.sample()  # whoever takes the lock next counts
+    assert len(buffer) == 7
+    assert contents(buffer) == list(range(3, 10))
+
+
+def test_a_slow_writer_is_not_overtaken_by_a_lap() -> None:
+    buffer = shared(10)
+    buffer.extend(numbered(0, 10))
+    with process(kit.stop_while_writing, buffer, (50, 4)) as link:
+        assert link.receive() == "writing"
+        assert contents(buffer) == list(range(4, 10))
+        buffer.extend(numbered(60, 6))  # the other rows are free
+        assert contents(buffer) == list(range(60, 66))
+        thread = threading.Thread(target=buffer.extend, args=(numbered(70, 5),))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()  # its rows are still being written
+        link.send(None)
+        assert link.receive() == "done"
+        thread.join(20)
+        assert not thread.is_alive()
+    assert contents(buffer) == [*range(61, 66), *range(70, 75)]
+
+
+def test_empty_takes_what_is_being_written_along() -> None:
+    buffer = shared(10)
+    with process(kit.stop_while_writing, buffer, (50, 4)) as link:
+        assert link.receive() == "writing"
+        buffer.empty()
+        link.send(None)
+        assert link.receive() == "done"
+    assert contents(buffer) == []
+    buffer.extend(numbered(0, 12))
+    assert contents(buffer) == list(range(2, 12))
+
+
+def test_a_reader_in_another_process_waits_for_frames_and_hears_of_failures() -> None:
+    buffer = shared(10)
+    with process(kit.sample_once, buffer, None) as link:
+        assert link.receive() == "ready"
+        buffer.extend(numbered(3, 1))
+        assert link.receive() == [3] * 8
+    with process(kit.sample_once, shared(10), None) as link, shared(10) as other:
+        assert link.receive() == "ready"
+        with process(kit.sample_once, other, None) as second:
+            assert second.receive() == "ready"
+            error = EnvError("env 3 broke", env=3)
+            error.__cause__ = ZeroDivisionError("inside")
+            other.fail(error)
+            assert second.receive() == ("EnvError", "env 3 broke [env 3]", "ZeroDivisionError")
+        with pytest.raises(EnvError):
+            other.sample()
+
+
+def test_slices_of_frames_that_other_processes_wrote() -> None:
+    sampler = SliceSampler(slice_len=4)
+    buffer = ReplayBuffer(40, storage="shared", sampler=sampler, batch_size=40, timeout=20)
+    batch = kit.trajectories([1, 2], [0, 0], 3, set())
+    buffer.prepare(batch)
+    handle, memory = buffer.handle()
+    writers = [ReplayBuffer.attached(handle, memory) for _ in range(2)]
+    for start in range(0, 9, 3):
+        for worker, writer in enumerate(writers):
+            writer.extend(kit.trajectories([10 * worker, 10 * worker + 1], [start] * 2, 3, set()))
+    for _ in range(10):
+        batch = buffer.sample()
+        ids, times = batch["collector", "traj_ids"], batch["time"]
+        assert (ids == ids[:, :1]).all()
+        assert (times.diff(dim=1) == 1).all()
+    assert len(torch.unique(ids)) > 1

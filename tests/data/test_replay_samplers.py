@@ -1,0 +1,257 @@
+"""Samplers: each frame as likely as it should be; slices that never leave a trajectory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_kit import check, numbered, trajectories
+from tensordict import TensorDict
+
+from swath.collectors import Collector
+from swath.data import PrioritizedSampler, ReplayBuffer, SliceSampler, UniformSampler
+from swath.data.samplers import _SumTree
+from swath.envs import SerialEnv
+from swath.errors import UsageError
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how many standard deviations chi-square lies above its mean."""
+    value = ((counts - expected) ** 2 / expected).sum().item()
+    free = len(counts) - 1
+    return (value - free) / (2 * free) ** 0.5
+
+
+def drawn(buffer: ReplayBuffer, times: int, frames: int) -> torch.Tensor:
+    counts = torch.zeros(frames)
+    for _ in range(times):
+        counts += torch.bincount(check_index(buffer.sample()), minlength=frames)
+    return counts
+
+
+def check_index(batch: TensorDict) -> torch.Tensor:
+    return batch["index"].flatten()
+
+
+@pytest.mark.parametrize("written", [100, 160])
+def test_every_frame_is_as_likely_as_any_other(written: int) -> None:
+    buffer = ReplayBuffer(130, batch_size=1000, seed=0)
+    buffer.extend(numbered(0, written))
+    buffer.empty()
+    buffer.extend(numbered(0, written))
+    low = max(written, 2 * written - 130)
+    counts = drawn(buffer, 100, 2 * written)[low:]
+    assert abs(chi_square(counts, torch.full_like(counts, counts.mean()))) < 4
+    assert counts.sum() == 100_000  # and none of the others
+
+
+def test_frames_that_are_being_written_are_as_if_not_there() -> None:
+    buffer = ReplayBuffer(100, batch_size=1000, seed=0)
+    buffer.extend(numbered(0, 100))
+    ring = buffer._ring
+    ring.claim(97, lambda: True)
+    counts = drawn(buffer, 20, 100)
+    assert counts[:97].sum() == 0
+    assert abs(chi_square(counts[97:], torch.full((3,), 20_000 / 3))) < 4
+
+
+def test_without_replacement_all_come_before_one_comes_again() -> None:
+    buffer = ReplayBuffer(100, sampler=UniformSampler(replacement=False), batch_size=7, seed=0)
+    buffer.extend(numbered(0, 70))
+    rounds = [torch.cat([check(buffer.sample()) for _ in range(10)]) for _ in range(3)]
+    for counts in rounds:
+        assert counts.sort().values.tolist() == list(range(70))
+    assert not torch.equal(rounds[0], rounds[1])
+    buffer.extend(numbered(70, 100))  # what it was to draw next is gone
+    assert len(check(buffer.sample(100)).unique()) == 100
+    with pytest.raises(UsageError, match="cannot draw"):
+        buffer.sample(101)
+
+
+def test_iteration_gives_each_frame_once() -> None:
+    buffer = ReplayBuffer(100, batch_size=30, seed=0)
+    buffer.extend(numbered(0, 130))
+    batches = list(buffer)
+    assert [len(batch) for batch in batches] == [30, 30, 30, 10]
+    assert sorted(check(torch.cat(batches)).tolist()) == list(range(30, 130))
+
+
+# -- priorities ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(1, 300), seed=st.integers(0, 10**6))
+def test_the_sum_tree_finds_what_a_cumulative_sum_does(size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree, values = _SumTree(size), np.zeros(size)
+    for _ in range(4):
+        rows = rng.integers(0, size, rng.integers(1, 40))
+        new = rng.integers(0, 4, len(rows)).astype(float)
+        tree.set(rows, new)
+        values[rows] = new
+    assert tree.total() == values.sum()
+    if values.sum():
+        shares = rng.random(200)
+        expected = np.searchsorted(values.cumsum(), shares * values.sum(), side="right")
+        assert np.array_equal(tree.find(shares), expected)
+
+
+def test_frames_come_in_proportion_to_their_priority() -> None:
+    sampler = PrioritizedSampler(alpha=0.7, beta=0.5, eps=0.0)
+    buffer = ReplayBuffer(100, sampler=sampler, batch_size=1000, seed=0)
+    buffer.extend(numbered(0, 100))
+    priority = torch.rand(100) * 3 + 0.01
+    buffer.update_priority(torch.arange(100), priority)
+    counts = drawn(buffer, 200, 100)
+    share = priority**0.7 / (priority**0.7).sum()
+    assert abs(chi_square(counts, 200_000 * share)) < 4
+    batch = buffer.sample()
+    weight = (100 * share[batch["index"]]) ** -0.5
+    torch.testing.assert_close(batch["priority_weight"], weight / weight.max())
+
+
+def test_a_new_frame_has_the_highest_priority() -> None:
+    sampler = PrioritizedSampler(alpha=1.0)
+    buffer = ReplayBuffer(1000, sampler=sampler, batch_size=1000, seed=0)
+    buffer.extend(numbered(0, 50))
+    buffer.update_priority(np.arange(50), np.full(50, 5.0))
+    buffer.update_priority(np.arange(50), 0.05)
+    buffer.extend(numbered(50, 50))
+    new = (check_index(buffer.sample()) >= 50).float().mean()
+    assert new == pytest.approx(100 / 101, abs=0.02)
+
+
+def test_the_priority_of_a_frame_that_is_gone_is_ignored() -> None:
+    buffer = ReplayBuffer(10, sampler="prioritized", batch_size=400, seed=0)
+    buffer.extend(numbered(0, 10))
+    old = buffer.sample()["index"]
+    buffer.extend(numbered(10, 9))  # only frame 9 stays
+    buffer.update_priority(old, torch.where(old == 9, 1.0, 1e6))
+    counts = torch.bincount(check(buffer.sample()), minlength=19)
+    assert counts[9:].min() > 0
+    assert chi_square(counts[9:].float(), torch.full((10,), 40.0)) < 4
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="finite"):
+            buffer.update_priority(old, bad)
+    buffer.empty()
+    buffer.extend(numbered(50, 2))
+    assert set(check(buffer.sample()).tolist()) == {50, 51}
+
+
+# -- slices ----------------------------------------------------------------------------------------
+
+
+def check_slices(batch: TensorDict) -> None:
+    assert batch.names == [None, "time"]
+    ids, time = batch["collector", "traj_ids"], batch["time"]
+    assert (ids == ids[:, :1]).all()
+    assert (time.diff(dim=1) == 1).all()
+    assert not batch["next", "done"][:, :-1].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), capacity=st.integers(4, 60), length=st.integers(1, 6))
+def test_slices_stay_within_a_trajectory(data, capacity: int, length: int) -> None:
+    buffer = ReplayBuffer(
+        capacity, sampler=SliceSampler(slice_len=length), batch_size=4 * length, seed=0
+    )
+    model: list[tuple[int, int]] = []
+    envs, fresh = data.draw(st.integers(1, 3)), 100
+    ids, times = list(range(envs)), [0] * envs
+    for _ in range(data.draw(st.integers(1, 8))):
+        steps = data.draw(st.integers(1, 5))
+        ends = {one for one in ids if data.draw(st.booleans())}
+        buffer.extend(trajectories(ids, times, steps, ends))
+        for env, one in enumerate(ids):
+            model += [(one, times[env] + step) for step in range(steps)]
+            times[env] += steps
+            if one in ends:
+                ids[env], times[env], fresh = fresh, 0, fresh + 1
+        held = set(model[-capacity:])
+        possible = {
+            (one, time)
+            for one, time in held
+            if all((one, time - back) in held for back in range(length))
+        }
+        if not possible:
+            with pytest.raises(UsageError, match="cannot draw"):
+                buffer.sample()
+            continue
+        seen = set()
+        for _ in range(3):
+            batch = buffer.sample()
+            assert batch.batch_size == (4, length)
+            check_slices(batch)
+            ends = (batch["collector", "traj_ids"][:, -1], batch["time"][:, -1])
+            seen |= set(map(tuple, torch.stack(ends, 1).tolist()))
+        assert seen <= possible
+
+
+def test_all_slices_are_equally_likely() -> None:
+    buffer = ReplayBuffer(60, sampler=SliceSampler(num_slices=250), batch_size=1000, seed=0)
+    for start in range(0, 30, 5):  # two envs, of which one ends every ten steps
+        ids = [0, 1000 + start // 10]
+        buffer.extend(trajectories(ids, [start, start % 10], 5, {ids[1]} if start % 10 else set()))
+    counts: dict[tuple[int, int], int] = {}
+    for _ in range(40):
+        batch = buffer.sample()
+        check_slices(batch)
+        starts = (batch["collector", "traj_ids"][:, 0], batch["time"][:, 0])
+        for pair in map(tuple, torch.stack(starts, 1).tolist()):
+            counts[pair] = counts.get(pair, 0) + 1
+    assert len(counts) == 27 + 3 * 7
+    found = torch.tensor(list(counts.values())).float()
+    assert abs(chi_square(found, torch.full_like(found, 10_000 / 48))) < 4
+
+
+def test_slices_do_not_jump_over_frames_that_were_refused() -> None:
+    buffer = ReplayBuffer(60, sampler=SliceSampler(slice_len=3), batch_size=300, seed=0)
+    buffer.extend(trajectories([7], [0], 4, set()))
+    with pytest.raises(UsageError, match="has a new key"):
+        buffer.extend(trajectories([7], [4], 4, set()).set("more", torch.zeros(1, 4)))
+    buffer.extend(trajectories([7], [8], 4, set()))
+    batch = buffer.sample()
+    check_slices(batch)
+    assert set(batch["time"][:, 0].tolist()) == {0, 1, 8, 9}
+
+
+def test_slices_of_a_collector_and_of_a_restored_buffer(tmp_path) -> None:
+    def fresh(**options: object) -> ReplayBuffer:
+        sampler = SliceSampler(slice_len=20)
+        return ReplayBuffer(500, sampler=sampler, batch_size=200, seed=0, **options)
+
+    buffer = fresh(storage="memmap", directory=tmp_path / "files")
+    with Collector(
+        SerialEnv(4, "CartPole-v1"), frames_per_batch=48, total_frames=960, replay_buffer=buffer
+    ) as collector:
+        list(collector)
+    buffer.save(tmp_path / "saved")
+    other = fresh()
+    other.load(tmp_path / "saved")
+    buffer.close()
+    again = fresh(storage="memmap", directory=tmp_path / "files")
+    for one in (other, again):
+        batch = one.sample()
+        assert batch.batch_size == (10, 20)
+        assert torch.equal(batch["observation"][:, 1:], batch["next", "observation"][:, :-1])
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs one of"),
+        ({"num_slices": 2, "slice_len": 2}, "needs one of"),
+        ({"slice_len": 0}, "at least 1"),
+    ],
+)
+def test_slices_of_impossible_sizes_are_refused(options, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        SliceSampler(**options)
+    with pytest.raises(UsageError, match="batch_size=10 is no multiple of slice_len=3"):
+        ReplayBuffer(10, sampler=SliceSampler(slice_len=3), batch_size=10)
+    buffer = ReplayBuffer(10, sampler=SliceSampler(slice_len=3))
+    with pytest.raises(UsageError, match="traj_ids"):
+        buffer.extend(numbered(0, 4))
