@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from swath.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from swath.data import ReplayBuffer
 from swath.envs import SerialEnv
 from swath.errors import ClosedError, EnvError, UsageError
 from swath.testing import CountingEnv, CrashingEnv, check_transitions
@@ -118,6 +119,56 @@ def test_a_failure_is_raised_by_the_next_call(kind):
                 call()
             assert isinstance(caught.value.__cause__, RuntimeError)
         assert buffer.error is caught.value
+
+
+@kinds
+def test_a_learner_samples_meanwhile(kind):
+    with (
+        ReplayBuffer(500, batch_size=32, min_size=100, seed=0) as buffer,
+        KINDS[kind](frames_per_batch=20, seed=0, replay_buffer=buffer) as collector,
+    ):
+        collector.start()
+        for _ in range(50):
+            assert buffer.sample().batch_size == (32,)
+        until(lambda: buffer.stats()["frames"] > 1000)
+        assert 480 <= len(buffer) <= 500  # those being written right now do not count
+
+
+def test_a_failure_is_raised_by_sample_too():
+    makers = [CountingEnv, lambda: CrashingEnv(at_step=50)]
+    with (
+        ReplayBuffer(500, batch_size=32, min_size=400) as buffer,
+        Collector(makers, frames_per_batch=20, replay_buffer=buffer) as collector,
+    ):
+        collector.start()
+        with pytest.raises(EnvError, match="env 1"):
+            buffer.sample()
+
+
+def test_a_sample_that_can_never_come_is_an_error():
+    with (
+        ReplayBuffer(500, batch_size=32, min_size=400) as buffer,
+        Collector(CountingEnv, frames_per_batch=20, total_frames=100, replay_buffer=buffer) as c,
+    ):
+        c.start()
+        with pytest.raises(UsageError, match="nobody is known to write more"):
+            buffer.sample()
+        assert buffer.stats()["frames"] == 100
+
+
+def test_the_ratio_holds_and_shutdown_does_not_wait_for_it():
+    buffer = ReplayBuffer(10_000, samples_per_insert=2, tolerance=100, batch_size=20)
+    with buffer, Collector(CountingEnv, frames_per_batch=20, replay_buffer=buffer) as collector:
+        collector.start()
+        for _ in range(40):
+            buffer.sample()
+        stats = buffer.stats()
+        assert 2 * stats["frames"] <= stats["samples"] + 100 + 2 * 20 + 2
+        time.sleep(0.1)  # now the thread waits for samples
+        started = time.monotonic()
+        collector.async_shutdown()
+        assert time.monotonic() - started < 3
+        assert not collector.is_running()
 
 
 class Telling(nn.Module):

@@ -23,13 +23,13 @@ class Background:
 
     Args:
         advance: Makes one batch; False when there are no more.
-        on_failure: Called with what it raised, from the thread.
+        on_end: Called by the thread at its end, with what was raised.
     """
 
     def __init__(
-        self, advance: Callable[[], bool], on_failure: Callable[[BaseException], None]
+        self, advance: Callable[[], bool], on_end: Callable[[BaseException | None], None]
     ) -> None:
-        self._advance, self._on_failure = advance, on_failure
+        self._advance, self._on_end = advance, on_end
         self._state = threading.Condition()
         self._wanted, self._resting, self._stopping = True, False, False
         self.failure: BaseException | None = None
@@ -47,8 +47,8 @@ class Background:
             pass
         except BaseException as error:
             self.failure = error
-            self._on_failure(error)
         finally:
+            self._on_end(self.failure)
             with self._state:
                 self._resting = True
                 self._state.notify_all()

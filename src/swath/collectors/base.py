@@ -175,9 +175,21 @@ class BaseCollector(abc.ABC):
         if self.is_running():
             raise UsageError("this collector was started already.")
         self._part_from_learner()
-        fail = getattr(buffer, "fail", lambda error: None)
-        self._background = Background(lambda: self._advance() is not None, fail)
+        self._background = Background(lambda: self._advance() is not None, self._tell_buffer)
+        if hasattr(buffer, "watch"):  # so that who waits there hears of our end
+            buffer.watch = self._watch
         self._background.begin()
+
+    def _watch(self) -> None:
+        if self._closed and self._in_background():
+            raise ClosedError("this collector was shut down.")
+
+    def _tell_buffer(self, failure: BaseException | None) -> None:
+        buffer = self.options.replay_buffer
+        if hasattr(buffer, "watch"):
+            buffer.watch = None
+        if failure is not None and hasattr(buffer, "fail"):
+            buffer.fail(failure)
 
     def _part_from_learner(self) -> None:  # noqa: B027 - workers have their own anyway
         """Let the policy be one that the learner does not write to."""

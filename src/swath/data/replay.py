@@ -280,10 +280,20 @@ class ReplayBuffer:
                 self._count(ring, -size)
             return batch
 
+        fed = True
+
+        def check_twice() -> None:
+            nonlocal fed
+            check()
+            if not fed:
+                self._refuse_to_wait(shape)
+            fed = self._is_fed()  # if not, one more attempt shows whether the last frames sufficed
+
         batch = attempt()
         if batch is None:
-            self._refuse_to_wait(shape)
-            batch = self._pace.until(attempt, check, f"for frames to draw: {self.stats()}")
+            if not self._is_fed():
+                self._refuse_to_wait(shape)
+            batch = self._pace.until(attempt, check_twice, f"for frames to draw: {self.stats()}")
         return self._finish(batch)
 
     def _admit(self, ring: Ring, size: int) -> bool:
@@ -296,11 +306,13 @@ class ReplayBuffer:
         with ring:
             ring.words[Word.DRAWN] += size
 
+    def _is_fed(self) -> bool:
+        """Tell whether more frames may come, for all that is known."""
+        known = self.watch is not None or self.storage == "shared"
+        return known or self._pace.samples_per_insert is not None or self._pace.timeout is not None
+
     def _refuse_to_wait(self, shape: tuple[int, ...]) -> None:
         ring = self._ring
-        waits = self.watch is not None or self.storage == "shared"
-        if waits or self._pace.samples_per_insert is not None or self._pace.timeout is not None:
-            return
         if ring is None or not (ring.stamps < 0).any():
             raise UsageError(
                 f"{type(self.sampler).__name__} cannot draw {shape} from the {len(self)} frames of "
