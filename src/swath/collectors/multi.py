@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import abc
 import itertools
-import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -23,13 +22,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-import swath
 from swath.collectors.base import BaseCollector
+from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
 from swath.collectors.options import Options
 from swath.collectors.single import checked_seed, plan_of
-from swath.envs import is_env
 from swath.errors import UsageError
-from swath.links import pack, unpack
+from swath.links import unpack
 from swath.memory import Layout, SharedMemory, Slab
 from swath.memory.weights import WeightBlock
 from swath.observe import Episodes, Shares
@@ -43,7 +41,6 @@ from swath.workers.messages import (
     Detach,
     Died,
     Failed,
-    Job,
     PutState,
     Ready,
     Reset,
@@ -71,7 +68,8 @@ class MultiCollector(BaseCollector):
         parsed = Options.parse(type(self).__name__, options, self._without)
         parsed.check_policy(policy)
         self._policy, self._version = policy, 0
-        jobs = _jobs(_sources(create_env_fn, parsed.num_workers), policy, parsed, self._refreshes)
+        sources = sources_of(create_env_fn, parsed.num_workers)
+        jobs = jobs_of(sources, policy, parsed, self._refreshes)
         super().__init__(parsed)
         self.num_workers = len(jobs)
         self._supervisor = Supervisor(parsed.on_worker_failure == "restart", parsed.max_restarts)
@@ -109,7 +107,7 @@ class MultiCollector(BaseCollector):
         )
         self._forms: Ready = ready[0]
         for number in numbers:
-            _check_equal(self._forms, ready[number], number)
+            check_equal(self._forms, ready[number], number)
         self._block = WeightBlock(self._forms.weights, self.num_workers)
         for number in numbers:
             self._send_weights(number)
@@ -117,7 +115,7 @@ class MultiCollector(BaseCollector):
     def _plan(self) -> list[Plan]:
         """Return what each worker is to do."""
         plans = []
-        quotas = _split(self.options.init_random_frames, self._firsts, self._envs)
+        quotas = split(self.options.init_random_frames, self._firsts, self._envs)
         for number, (steps, quota) in enumerate(zip(self._steps(), quotas, strict=True)):
             plan = plan_of(self.options, steps)
             plans.append(
@@ -396,91 +394,3 @@ class MultiCollector(BaseCollector):
         self._crew.close(timeout)
         for memory in (*self._described, self._block.memory):
             memory.close_descriptor()
-
-
-def _sources(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    """Return what each worker makes its envs from."""
-    if isinstance(create_env_fn, (list, tuple)):
-        if num_workers not in (None, len(create_env_fn)):
-            raise UsageError(
-                f"num_workers is {num_workers}, but {len(create_env_fn)} env makers were given: "
-                "each is for one worker. Leave num_workers out, or pass one maker."
-            )
-        sources = list(create_env_fn)
-    else:
-        sources = [create_env_fn] * (num_workers or len(os.sched_getaffinity(0)))
-    for one in _flat(sources):
-        if is_env(one) or not (isinstance(one, str) or callable(one)):
-            raise UsageError(
-                f"the envs are {one!r}; workers make their own, so pass an id, a callable that "
-                "makes an env, or a list of these with one entry for each worker."
-            )
-    if not sources:
-        raise UsageError("the list of env makers is empty; it needs one entry for each worker.")
-    return sources
-
-
-def _flat(makers: Sequence[Any]) -> Iterator[Any]:
-    for maker in makers:
-        if isinstance(maker, (list, tuple)):
-            yield from _flat(maker)
-        else:
-            yield maker
-
-
-def _jobs(sources: Sequence[Any], policy: Any, options: Options, refreshes: bool) -> list[Job]:
-    """Return what each worker is to be, packed."""
-    count = len(sources)
-    makes_policy = options.policy_factory is not None
-    policies = _each("policy_factory", options.policy_factory if makes_policy else policy, count)
-    kwargs = _each("create_env_kwargs", options.create_env_kwargs, count)
-    for name in ("device", "env_device", "policy_device", "storing_device"):
-        _each(name, getattr(options, name), count)
-    init_fn = pack(options.init_fn, "init_fn")
-    parcels: dict[int, bytes] = {}  # the same object is packed once
-
-    def packed(thing: Any, name: str) -> bytes:
-        return parcels.get(id(thing)) or parcels.setdefault(id(thing), pack(thing, name))
-
-    return [
-        Job(
-            number=number,
-            envs=packed(sources[number], "create_env_fn"),
-            env_kwargs=packed(kwargs[number], "create_env_kwargs"),
-            policy=packed(policies[number], "policy_factory" if makes_policy else "policy"),
-            init_fn=init_fn,
-            makes_policy=makes_policy,
-            num_threads=options.num_threads,
-            quiet=swath.filter_warnings_subprocess,
-            refreshes=refreshes,
-        )
-        for number in range(count)
-    ]
-
-
-def _each(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise UsageError(f"{name} has {len(value)} entries for {count} workers.")
-    return list(value)
-
-
-def _split(total: int, firsts: Sequence[int], envs: Sequence[int]) -> list[int]:
-    """Share the first frames of all envs, in order of time and then of env, among workers."""
-    steps, rest = divmod(total, sum(envs))
-    pairs = zip(firsts, envs, strict=True)
-    return [steps * count + min(max(rest - first, 0), count) for first, count in pairs]
-
-
-def _check_equal(first: Ready, other: Ready, number: int) -> None:
-    """Refuse workers whose rollouts cannot be put together."""
-    if list(first.fields) != list(other.fields):
-        ours, theirs = ({(f.key, f.shape, f.dtype) for f in r.fields} for r in (first, other))
-        raise UsageError(
-            f"worker {number} collects other data than worker 0: it has "
-            f"{sorted(theirs - ours, key=str)}, worker 0 has {sorted(ours - theirs, key=str)}. All "
-            "need equal spaces and policies."
-        )
-    if first.weights != other.weights:
-        raise UsageError(f"the policy of worker {number} has other weights than that of worker 0.")

@@ -131,7 +131,7 @@ class ParallelGroup(Group):
     def _start(self, makers: Sequence[Any], info_keys: InfoNames) -> None:
         quiet = swath.filter_warnings_subprocess
         for number, (start, stop) in enumerate(self.spans):
-            spins = _SPINS if number < self.cores - 1 else 0
+            spins = _SPINS if number < self.cores else 0
             job = makers[start:stop], info_keys, quiet, number, start, spins
             self.links.append(ProcessLink(main, pack(job, "create_env_fn")))
         hosted: list[Hosted] = self._answers(range(len(self.links)))

@@ -1,0 +1,104 @@
+"""What the workers of a collector are to be: who makes which envs, with which policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import swath
+from swath.collectors.options import Options
+from swath.envs import is_env
+from swath.errors import UsageError
+from swath.links import pack
+from swath.workers.messages import Job, Ready
+
+__all__ = ["check_equal", "jobs_of", "sources_of", "split"]
+
+
+def sources_of(create_env_fn: Any, num_workers: int | None) -> list[Any]:
+    """Return what each worker makes its envs from."""
+    if isinstance(create_env_fn, (list, tuple)):
+        if num_workers not in (None, len(create_env_fn)):
+            raise UsageError(
+                f"num_workers is {num_workers}, but {len(create_env_fn)} env makers were given: "
+                "each is for one worker. Leave num_workers out, or pass one maker."
+            )
+        sources = list(create_env_fn)
+    else:
+        sources = [create_env_fn] * (num_workers or len(os.sched_getaffinity(0)))
+    for one in _flat(sources):
+        if is_env(one) or not (isinstance(one, str) or callable(one)):
+            raise UsageError(
+                f"the envs are {one!r}; workers make their own, so pass an id, a callable that "
+                "makes an env, or a list of these with one entry for each worker."
+            )
+    if not sources:
+        raise UsageError("the list of env makers is empty; it needs one entry for each worker.")
+    return sources
+
+
+def _flat(makers: Sequence[Any]) -> Iterator[Any]:
+    for maker in makers:
+        if isinstance(maker, (list, tuple)):
+            yield from _flat(maker)
+        else:
+            yield maker
+
+
+def jobs_of(sources: Sequence[Any], policy: Any, options: Options, refreshes: bool) -> list[Job]:
+    """Return what each worker is to be, packed."""
+    count = len(sources)
+    makes_policy = options.policy_factory is not None
+    policies = _each("policy_factory", options.policy_factory if makes_policy else policy, count)
+    kwargs = _each("create_env_kwargs", options.create_env_kwargs, count)
+    for name in ("device", "env_device", "policy_device", "storing_device"):
+        _each(name, getattr(options, name), count)
+    init_fn = pack(options.init_fn, "init_fn")
+    parcels: dict[int, bytes] = {}  # the same object is packed once
+
+    def packed(thing: Any, name: str) -> bytes:
+        return parcels.get(id(thing)) or parcels.setdefault(id(thing), pack(thing, name))
+
+    return [
+        Job(
+            number=number,
+            envs=packed(sources[number], "create_env_fn"),
+            env_kwargs=packed(kwargs[number], "create_env_kwargs"),
+            policy=packed(policies[number], "policy_factory" if makes_policy else "policy"),
+            init_fn=init_fn,
+            makes_policy=makes_policy,
+            num_threads=options.num_threads,
+            quiet=swath.filter_warnings_subprocess,
+            refreshes=refreshes,
+        )
+        for number in range(count)
+    ]
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise UsageError(f"{name} has {len(value)} entries for {count} workers.")
+    return list(value)
+
+
+def split(total: int, firsts: Sequence[int], envs: Sequence[int]) -> list[int]:
+    """Share the first frames of all envs, in order of time and then of env, among workers."""
+    steps, rest = divmod(total, sum(envs))
+    pairs = zip(firsts, envs, strict=True)
+    return [steps * count + min(max(rest - first, 0), count) for first, count in pairs]
+
+
+def check_equal(first: Ready, other: Ready, number: int) -> None:
+    """Refuse workers whose rollouts cannot be put together."""
+    if list(first.fields) != list(other.fields):
+        ours, theirs = ({(f.key, f.shape, f.dtype) for f in r.fields} for r in (first, other))
+        raise UsageError(
+            f"worker {number} collects other data than worker 0: it has "
+            f"{sorted(theirs - ours, key=str)}, worker 0 has {sorted(ours - theirs, key=str)}. All "
+            "need equal spaces and policies."
+        )
+    if first.weights != other.weights:
+        raise UsageError(f"the policy of worker {number} has other weights than that of worker 0.")
