@@ -1,6 +1,7 @@
 """The one loop in which a policy meets envs, and what is carried from rollout to rollout."""
 
 from swath.rollout.env import BoundEnvs, CallFailed, EnvGroup
-from swath.rollout.runner import Filled, Plan, Runner, lend, slab_for
+from swath.rollout.plan import Filled, Plan, lend, slab_for
+from swath.rollout.runner import Runner
 
 __all__ = ["BoundEnvs", "CallFailed", "EnvGroup", "Filled", "Plan", "Runner", "lend", "slab_for"]

@@ -1,0 +1,82 @@
+"""What a rollout is to be like, what has become of it, and how it is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.nn import InteractionType
+
+from swath.memory import HeapMemory, Layout, MemoryOrder, SharedMemory, Slab, SlabPool
+from swath.rollout import columns, keys
+from swath.rollout.env import EnvGroup
+from swath.tree import Leaf
+
+__all__ = ["Filled", "Plan", "lend", "slab_for"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a rollout is to be like; the part of the options that the loop reads."""
+
+    steps: int
+    max_frames_per_traj: int | None = None
+    init_random_frames: int = 0
+    reset_at_each_iter: bool = False
+    reset_when_done: bool = True
+    set_truncated: bool = False
+    compact_obs: bool = False
+    stop_at_first_end: bool = False
+    exploration_type: InteractionType = InteractionType.RANDOM
+    memory_order: MemoryOrder = "time"
+    compile_policy: dict[str, Any] | None = None
+    seed: int | None = None
+    first_env: int = 0
+    """The global index of the first env."""
+    first_stream: int | None = None
+    """The index of its random stream, if that is another: a restarted worker gets fresh ones."""
+    first_traj_id: int = 0
+    worker: int | None = None
+    """The number of the worker, for messages."""
+    marks_worker: bool = False
+    """It is stored with each frame."""
+    masked: bool = False
+    """There is a mask, though all rows are frames: whoever joins rollouts may need it."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A slab with the rows that were filled and the number of frames in them."""
+
+    slab: Slab
+    steps: int
+    frames: int
+    mask: np.ndarray | None = None
+    """Which rows of a broken rollout are frames, `[steps, N]`; None if all are."""
+
+
+def slab_for(group: EnvGroup, layout: Layout) -> Slab:
+    """Return a slab that these envs can write into."""
+    memory = SharedMemory if group.needs_shared_memory else HeapMemory
+    return Slab(layout, memory(layout.nbytes))
+
+
+def lend(
+    pool: SlabPool, filled: Filled, observations: Sequence[Leaf], lead: tuple[int, ...]
+) -> TensorDict:
+    """Return a rollout as a batch `[*lead, T]` of views on its slab, which comes back by itself."""
+    slab, steps = filled.slab, filled.steps
+    table = None
+    if keys.FINAL in slab.arrays:
+        table = columns.final_table(slab, observations, steps, filled.mask)
+    batch = pool.lend(slab, steps, lead)
+    if table is not None:
+        batch.set(keys.FINAL_OBS, table)
+    if filled.mask is not None:
+        mask = torch.from_numpy(filled.mask).T.reshape(*lead, steps)
+        batch.set(keys.MASK, mask.contiguous())
+    return batch
