@@ -936,3 +936,19 @@ def test_workers_keep_their_own_weights_over_a_resume():
         assert batch["collector", "policy_version"][:, 0].tolist() == [1, 0]
         assert resumed.update_policy_weights_(kit.Telling(2)) == 2
         assert kit.told_right(resumed.next())
+
+
+@pytest.mark.filterwarnings("ignore:total_frames is reached")
+def test_whole_trajectories_of_workers_with_unequal_rollouts():
+    with MultiSyncCollector(
+        [CountingEnv] * 2,
+        frames_per_batch=[20, 40],
+        total_frames=600,
+        trajs_per_batch=4,
+        traj_format="cat",
+        seed=0,
+    ) as collector:
+        batches = list(collector)
+        left = collector.partial()
+    assert check_transitions(batches) + left.numel() == 600
+    assert left["next", "reward"].all()  # no row that nobody has written

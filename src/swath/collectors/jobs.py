@@ -13,7 +13,7 @@ from swath.errors import UsageError
 from swath.links import pack
 from swath.workers.messages import Job, Ready
 
-__all__ = ["check_equal", "jobs_of", "sources_of", "split"]
+__all__ = ["check_equal", "each_of", "jobs_of", "sources_of", "split"]
 
 
 def sources_of(create_env_fn: Any, num_workers: int | None) -> list[Any]:
@@ -50,10 +50,10 @@ def jobs_of(sources: Sequence[Any], policy: Any, options: Options, refreshes: bo
     """Return what each worker is to be, packed."""
     count = len(sources)
     makes_policy = options.policy_factory is not None
-    policies = _each("policy_factory", options.policy_factory if makes_policy else policy, count)
-    kwargs = _each("create_env_kwargs", options.create_env_kwargs, count)
+    policies = each_of("policy_factory", options.policy_factory if makes_policy else policy, count)
+    kwargs = each_of("create_env_kwargs", options.create_env_kwargs, count)
     for name in ("device", "env_device", "policy_device", "storing_device"):
-        _each(name, getattr(options, name), count)
+        each_of(name, getattr(options, name), count)
     init_fn = pack(options.init_fn, "init_fn")
     parcels: dict[int, bytes] = {}  # the same object is packed once
 
@@ -76,7 +76,8 @@ def jobs_of(sources: Sequence[Any], policy: Any, options: Options, refreshes: bo
     ]
 
 
-def _each(name: str, value: Any, count: int) -> list[Any]:
+def each_of(name: str, value: Any, count: int) -> list[Any]:
+    """Return the value of an option for each worker: one for all, or a list of them."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

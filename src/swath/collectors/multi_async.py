@@ -9,10 +9,10 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from swath.collectors.jobs import each_of
 from swath.collectors.multi import MultiCollector
 from swath.collectors.options import Options
 from swath.collectors.single import steps_for
-from swath.errors import UsageError
 from swath.memory import Layout, Slab, SlabPool
 from swath.rollout import Filled, lend
 from swath.workers.messages import Collect, Died, Failed, Rolled
@@ -74,12 +74,7 @@ class MultiAsyncCollector(MultiCollector):
         return SlabPool(lambda: self._new_slab(layout, {worker: (0, envs)}))
 
     def _steps(self) -> list[int]:
-        frames = self.options.frames_per_batch
-        each = [frames] * self.num_workers if isinstance(frames, int) else list(frames)
-        if len(each) != self.num_workers:
-            raise UsageError(
-                f"frames_per_batch has {len(each)} entries for {self.num_workers} workers."
-            )
+        each = each_of("frames_per_batch", self.options.frames_per_batch, self.num_workers)
         return [steps_for(one, envs) for one, envs in zip(each, self._envs, strict=True)]
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from swath.collectors.jobs import each_of
 from swath.collectors.multi import MultiCollector
 from swath.collectors.options import Options
 from swath.collectors.single import steps_for
@@ -58,7 +59,6 @@ class MultiSyncCollector(MultiCollector):
 
     def _start(self) -> None:
         self._round: _Round | None = None
-        self._ahead = False
         super()._start()
         total = sum(self._envs)
         longest = max(plan.steps for plan in self._plans)
@@ -74,11 +74,8 @@ class MultiSyncCollector(MultiCollector):
         frames = self.options.frames_per_batch
         if isinstance(frames, int):
             return [steps_for(frames, sum(self._envs))] * self.num_workers
-        if len(frames) != self.num_workers:
-            raise UsageError(
-                f"frames_per_batch has {len(frames)} entries for {self.num_workers} workers."
-            )
-        return [steps_for(one, envs) for one, envs in zip(frames, self._envs, strict=True)]
+        each = each_of("frames_per_batch", frames, self.num_workers)
+        return [steps_for(one, envs) for one, envs in zip(each, self._envs, strict=True)]
 
     def _arranged(self) -> tuple[int, ...]:
         """Return how the envs of all workers are arranged in a batch, before any concatenation."""
@@ -205,9 +202,11 @@ class MultiSyncCollector(MultiCollector):
             frames, mask_beside = int(own[:steps].sum()), None
         else:
             frames, mask_beside = int(mask.sum()), None if mask.all() else mask
+        if not done.failed and self._assembler is None:
+            mask_beside = None  # rows that some workers do not have are cut off below
         batch = lend(
             self._pool,
-            Filled(done.slab, steps, frames, mask_beside if done.failed else None),
+            Filled(done.slab, steps, frames, mask_beside),
             self._forms.interface.observations,
             self._lead,
         )
