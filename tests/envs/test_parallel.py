@@ -317,6 +317,18 @@ def test_closing_does_not_wait_for_an_env_that_blocks(monkeypatch):
     assert time.monotonic() - started < 10
 
 
+def test_closing_lets_the_envs_close_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "_GRACE", 1.0)
+
+    class Closing(CountingEnv):
+        def close(self):
+            (tmp_path / f"{id(self)}-{os.getpid()}").touch()
+
+    with Collector(ParallelEnv(4, Closing, num_workers=2), frames_per_batch=40) as collector:
+        collector.next()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_it_goes_on_after_ctrl_c():
     class Slow(CountingEnv):
         def step(self, action):
