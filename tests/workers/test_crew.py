@@ -11,6 +11,7 @@ import pytest
 
 from swath.errors import ClosedError
 from swath.links import pack
+from swath.links.launch import ending
 from swath.memory import Layout, SharedMemory, Slab
 from swath.rollout import Plan
 from swath.testing import CountingEnv, SlowEnv
@@ -47,8 +48,7 @@ class Started:
         self.crew = Crew([job(*pair) for pair in enumerate(makers)], timeout)
         numbers = range(len(makers))
         try:
-            for number in numbers:
-                self.crew.launch(number)
+            self.crew.launch(numbers)
             self.built = self.crew.answers(numbers)
             self.ready = self.crew.call({n: Begin(Plan(steps=steps, worker=n)) for n in numbers})
             for number, ready in self.ready.items():
@@ -72,7 +72,7 @@ def test_workers_answer_what_they_are_asked():
     with started as crew:
         assert started.built == {0: Built(1), 1: Built(1)}
         assert all(isinstance(one, Ready) for one in started.ready.values())
-        assert len(crew) == len(crew.pids) == 2
+        assert len(crew) == len(crew.links) == 2
         assert crew.call({0: SetSeed(3), 1: Reset()}) == {0: Done(), 1: Done()}
         assert isinstance(crew.call({1: TakeState()})[1], State)
 
@@ -115,17 +115,17 @@ def test_a_slab_that_a_worker_does_not_have():
 
 def test_a_death_is_the_answer_at_once_and_ever_after():
     with Started(CountingEnv, CountingEnv) as crew:
-        victim = crew.pids[1]
+        victim = crew.links[1].pid
         os.kill(victim, signal.SIGKILL)
-        expected = Died(victim, -signal.SIGKILL)
+        expected = Died(f"process {victim}", ending(-signal.SIGKILL))
         assert crew.call({0: Reset(), 1: Reset()}) == {0: Done(), 1: expected}
         assert crew.call({1: Reset(), 0: Reset()}) == {0: Done(), 1: expected}
         crew.order(1, Collect(0, 5))
         assert crew.next() == (1, expected)
         crew.tell(1, Detach(3))
         crew.interrupt(1)
-        assert list(crew.pids) == [0]
-        crew.launch(1)
+        assert list(crew.links) == [0]
+        crew.launch([1])
         assert crew.answers([1]) == {1: Built(1)}
 
 
@@ -136,7 +136,7 @@ def test_a_dismissed_worker_is_forgotten():
         crew.call({1: Acknowledge()})
         crew.dismiss(1)
         assert crew.next()[0] == 0
-        assert list(crew.pids) == [0]
+        assert list(crew.links) == [0]
         crew.dismiss(1)
 
 
@@ -186,7 +186,7 @@ def test_answers_that_nobody_waits_for_any_more_are_not_taken_for_others():
 def test_closing_wakes_who_listens_and_is_done_once():
     started = Started(lambda: SlowEnv(0.01), steps=1000)
     crew = started.crew
-    pids = list(crew.pids.values())
+    pids = [link.pid for link in crew.links.values()]
     crew.order(0, Collect(0, 1000))
     closers = [threading.Timer(0.1, crew.close, (5.0,)) for _ in range(3)]
     for closer in closers:
@@ -199,8 +199,8 @@ def test_closing_wakes_who_listens_and_is_done_once():
     crew.close(5.0)
     assert time.monotonic() - began < 4
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    for ask in (crew.next, lambda: crew.call({0: Reset()}), lambda: crew.launch(0)):
+    for ask in (crew.next, lambda: crew.call({0: Reset()}), lambda: crew.launch([0])):
         with pytest.raises(ClosedError):
             ask()
     crew.tell(0, Reset())
-    assert crew.pids == {}
+    assert crew.links == {}

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from swath.errors import EnvError, PolicyError, UsageError, WorkerError
+from swath.links.launch import ending
 from swath.links.parcels import RemoteTraceback, pack_error
 from swath.workers.messages import Died, Failed
 from swath.workers.supervisor import Supervisor
@@ -35,13 +36,19 @@ def test_so_many_are_forgiven_and_no_more(most):
 @pytest.mark.parametrize(
     ("died", "words"),
     [
-        (Died(7, -signal.SIGKILL), "killed by SIGKILL (often because the machine ran out of mem"),
-        (Died(7, -signal.SIGSEGV), "killed by SIGSEGV (a crash in native code"),
-        (Died(7, -signal.SIGTERM), "was killed by SIGTERM."),
-        (Died(7, 0), "ended by itself with exit code 0"),
-        (Died(7, 7), "ended by itself with exit code 7; look for os._exit"),
-        (Died(7, -9, late=2.5), "gave no answer for 2.5 s (worker_timeout) and was killed"),
-        (Died(7, -50), "killed by signal 50"),
+        (
+            Died("process 7", ending(-signal.SIGKILL)),
+            "killed by SIGKILL (often because",
+        ),
+        (Died("process 7", ending(-signal.SIGSEGV)), "killed by SIGSEGV (a crash in native code"),
+        (Died("process 7", ending(-signal.SIGTERM)), "was killed by SIGTERM."),
+        (Died("process 7", ending(0)), "ended by itself with exit code 0"),
+        (Died("process 7", ending(7)), "ended by itself with exit code 7; look for os._exit"),
+        (
+            Died("process 7", ending(-9), late=2.5),
+            "no answer for 2.5 s (worker_timeout) and was killed",
+        ),
+        (Died("process 7", ending(-50)), "killed by signal 50"),
     ],
 )
 def test_how_a_process_ended_in_words(died, words):
@@ -55,7 +62,7 @@ def test_how_a_process_ended_in_words(died, words):
 def test_restarts_that_were_made_are_told():
     supervisor = Supervisor(True, 1)
     supervisor.forgives()
-    assert "1 restarts were made before" in str(supervisor.error(0, Died(7, -9)))
+    assert "1 restarts were made before" in str(supervisor.error(0, Died("process 7", ending(-9))))
 
 
 def test_errors_of_envs_and_policies_are_raised_as_they_are():

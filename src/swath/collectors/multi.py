@@ -28,17 +28,13 @@ from swath.collectors.options import Options
 from swath.collectors.single import checked_seed, plan_of
 from swath.errors import UsageError
 from swath.links import unpack
-from swath.memory import Layout, SharedMemory, Slab
-from swath.memory.weights import WeightBlock
 from swath.observe import Episodes, Shares
 from swath.policies import policy_module
 from swath.rollout import Plan
 from swath.workers.crew import Crew
 from swath.workers.messages import (
     Acknowledge,
-    Attach,
     Begin,
-    Detach,
     Died,
     Failed,
     PutState,
@@ -47,14 +43,13 @@ from swath.workers.messages import (
     Rolled,
     SetSeed,
     TakeState,
-    Weights,
 )
+from swath.workers.place import Place
 from swath.workers.supervisor import Supervisor
 
 __all__ = ["MultiCollector"]
 
 _IDS_PER_WORKER = 1 << 40
-_OPEN_DESCRIPTORS = 64
 
 
 class MultiCollector(BaseCollector):
@@ -74,16 +69,14 @@ class MultiCollector(BaseCollector):
         self.num_workers = len(jobs)
         self._supervisor = Supervisor(parsed.on_worker_failure == "restart", parsed.max_restarts)
         self._incarnations = itertools.count(len(jobs))
-        self._numbers = itertools.count()
-        self._unused: deque[int] = deque()
-        self._described: deque[SharedMemory] = deque()
         self._held: deque[tuple[TensorDict, int]] = deque()
         self._broken_rollouts: deque[tuple[TensorDict, int]] = deque()
         self._open_ids: dict[int, Sequence[int]] = {}
         self._made = [0] * len(jobs)
         self._episodes, self._shares = Episodes(0), Shares()
         self._first_collect: float | None = None
-        self._crew = Crew(jobs, parsed.worker_timeout)
+        self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
+        self._slabs = self._crew.place.slabs(self._crew)
         self._ender = weakref.finalize(self, self._crew.close, 0.0)
         try:
             self._start()
@@ -96,8 +89,7 @@ class MultiCollector(BaseCollector):
 
     def _start(self) -> None:
         numbers = range(self.num_workers)
-        for number in numbers:
-            self._crew.launch(number)
+        self._crew.launch(numbers)
         built = self._checked(self._crew.answers(numbers))
         self._envs = [built[number].num_envs for number in numbers]
         self._firsts = [sum(self._envs[:number]) for number in numbers]
@@ -108,9 +100,9 @@ class MultiCollector(BaseCollector):
         self._forms: Ready = ready[0]
         for number in numbers:
             check_equal(self._forms, ready[number], number)
-        self._block = WeightBlock(self._forms.weights, self.num_workers)
+        self._block = self._crew.place.weights(self._crew, self._forms.weights)
         for number in numbers:
-            self._send_weights(number)
+            self._block.begin(number)
 
     def _plan(self) -> list[Plan]:
         """Return what each worker is to do."""
@@ -131,13 +123,13 @@ class MultiCollector(BaseCollector):
             )
         return plans
 
+    def _place(self, count: int) -> Place | None:
+        """Return where so many workers run; None for processes of this machine."""
+        return None
+
     @abc.abstractmethod
     def _steps(self) -> list[int]:
         """Return how many steps a rollout of each worker has."""
-
-    def _send_weights(self, number: int) -> None:
-        message = Weights(self._forms.weights, self.num_workers)
-        self._crew.tell(number, message, [self._block.memory])
 
     def _checked(self, answers: Mapping[int, Any]) -> Mapping[int, Any]:
         """Return answers that are no failures; raise the first that is one."""
@@ -146,32 +138,6 @@ class MultiCollector(BaseCollector):
                 raise self._supervisor.error(number, answer)
         return answers
 
-    # -- slabs ----------------------------------------------------------------------------------
-
-    def _new_slab(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
-        """Return a slab of which each of these workers writes some envs."""
-        memory = SharedMemory(layout.nbytes)
-        slab = Slab(layout, memory)
-        slab.number = next(self._numbers)
-        weakref.finalize(slab, self._unused.append, slab.number)
-        for worker, span in spans.items():
-            self._attach(slab, worker, span)
-        self._described.append(memory)
-        if len(self._described) > _OPEN_DESCRIPTORS:
-            self._described.popleft().close_descriptor()
-        return slab
-
-    def _attach(self, slab: Slab, worker: int, span: tuple[int, int]) -> None:
-        message = Attach(slab.number, slab.layout, *span)
-        self._crew.tell(worker, message, [slab.memory])  # type: ignore[list-item]
-
-    def _detach_unused(self) -> None:
-        """Tell workers which slabs are gone."""
-        while self._unused:
-            number = self._unused.popleft()
-            for worker in range(self.num_workers):
-                self._crew.tell(worker, Detach(number))
-
     # -- rollouts -------------------------------------------------------------------------------
 
     def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
@@ -179,7 +145,7 @@ class MultiCollector(BaseCollector):
             self._first_collect = perf_counter()
         with self._crew.shield:  # Ctrl-C finds the batch held, or still in the making
             if not self._held:
-                self._detach_unused()
+                self._slabs.tidy()
                 answer = self._gather(frames_left)
                 if answer is None:
                     return None
@@ -221,7 +187,7 @@ class MultiCollector(BaseCollector):
         if self._assembler is not None:
             self._assembler.discard_open(self._supervisor.lost_trajectories)
         self._crew.dismiss(worker)
-        self._crew.launch(worker)
+        self._crew.launch([worker])
         incarnation = next(self._incarnations)
         generation = incarnation - self.num_workers + 1
         plan = replace(
@@ -236,7 +202,7 @@ class MultiCollector(BaseCollector):
         if isinstance(answer, (Failed, Died)):
             self._recovered(worker, answer)
             return
-        self._send_weights(worker)
+        self._block.begin(worker)
 
     def _broken(self) -> TensorDict | None:
         if not self._broken_rollouts:
@@ -346,16 +312,18 @@ class MultiCollector(BaseCollector):
             "time": self._shares.as_dict(),
             **self._episodes.as_dict(),
             "policy_version": self._version,
-            "workers": [
-                {"pid": self._crew.pids.get(number), "frames": made}
-                for number, made in enumerate(self._made)
-            ],
+            "workers": [self._row(number) for number in range(self.num_workers)],
             "restarts": self._supervisor.restarts,
             "lost": {
                 "rollouts": self._supervisor.lost_rollouts,
                 "trajectories": list(self._supervisor.lost_trajectories),
             },
         }
+
+    def _row(self, number: int) -> dict[str, Any]:
+        link = self._crew.links.get(number)
+        pid, host = (None, None) if link is None else (link.pid, link.host)
+        return {"pid": pid, "host": host, "frames": self._made[number]}
 
     def _source_state(self) -> Any:
         self._settle()
@@ -392,5 +360,5 @@ class MultiCollector(BaseCollector):
     def _shutdown(self, timeout: float) -> None:
         self._ender.detach()
         self._crew.close(timeout)
-        for memory in (*self._described, self._block.memory):
-            memory.close_descriptor()
+        self._slabs.close()
+        self._block.close()

@@ -15,7 +15,7 @@ from swath.collectors.options import Options
 from swath.collectors.single import steps_for
 from swath.memory import Layout, Slab, SlabPool
 from swath.rollout import Filled, lend
-from swath.workers.messages import Collect, Died, Failed, Rolled
+from swath.workers.messages import Died, Failed, Rolled
 
 __all__ = ["AsyncCollector", "MultiAsyncCollector"]
 
@@ -71,7 +71,7 @@ class MultiAsyncCollector(MultiCollector):
     def _new_pool(self, worker: int) -> SlabPool:
         envs, plan = self._envs[worker], self._plans[worker]
         layout = Layout(self._forms.fields, plan.steps, envs, plan.memory_order)
-        return SlabPool(lambda: self._new_slab(layout, {worker: (0, envs)}))
+        return SlabPool(lambda: self._slabs.make(layout, {worker: (0, envs)}))
 
     def _steps(self) -> list[int]:
         each = each_of("frames_per_batch", self.options.frames_per_batch, self.num_workers)
@@ -143,7 +143,7 @@ class MultiAsyncCollector(MultiCollector):
     def _send(self, worker: int, slab: Slab, steps: int) -> None:
         order = _Order(next(self._order_numbers), worker, slab, steps, self._version)
         self._ordered[worker].append(order)
-        self._crew.order(worker, Collect(slab.number, steps))
+        self._slabs.order(worker, slab, (0, self._envs[worker]), steps)
 
     def _listen(self) -> None:
         """Take the next report."""

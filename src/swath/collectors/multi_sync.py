@@ -15,7 +15,7 @@ from swath.collectors.single import steps_for
 from swath.errors import UsageError
 from swath.memory import Layout, Slab, SlabPool
 from swath.rollout import Filled, keys, lend
-from swath.workers.messages import Collect, Died, Failed, Rolled
+from swath.workers.messages import Died, Failed, Rolled
 
 __all__ = ["MultiSyncCollector"]
 
@@ -67,7 +67,7 @@ class MultiSyncCollector(MultiCollector):
             number: (first, first + count)
             for number, (first, count) in enumerate(zip(self._firsts, self._envs, strict=True))
         }
-        self._pool = SlabPool(lambda: self._new_slab(layout, self._spans))
+        self._pool = SlabPool(lambda: self._slabs.make(layout, self._spans))
         self._lead = self._arranged()
 
     def _steps(self) -> list[int]:
@@ -133,12 +133,12 @@ class MultiSyncCollector(MultiCollector):
         left = int(min(frames_left, whole))
         steps = [-(-plan.steps * left // whole) for plan in self._plans]
         slab = self._pool.take()
-        if self._supervisor.restart and slab.memory.descriptor is None:  # type: ignore[attr-defined]
+        if self._supervisor.restart and not self._slabs.can_share(slab):
             slab = self._pool.make()  # one that a restarted worker can be given
         self._round = _Round(slab, steps, set(range(self.num_workers)))
         for worker, count in enumerate(steps):
             self._crew.interrupt(worker, False)
-            self._crew.order(worker, Collect(slab.number, count))
+            self._slabs.order(worker, slab, self._spans[worker], count)
 
     def _finish(self) -> None:
         """Wait until all workers have told of their part; a failure is raised or mended."""
@@ -178,8 +178,9 @@ class MultiSyncCollector(MultiCollector):
             raise
         self._pool = SlabPool(self._pool.make)
         if current is not None and worker in current.waiting:
-            self._attach(current.slab, worker, self._spans[worker])
-            self._crew.order(worker, Collect(current.slab.number, current.steps[worker]))
+            self._slabs.share(current.slab, worker, self._spans[worker])
+            steps = current.steps[worker]
+            self._slabs.order(worker, current.slab, self._spans[worker], steps)
 
     def _give_up(self, current: _Round, worker: int, event: Failed | Died) -> None:
         """Note what is whole of a round that fails, and stop the others."""

@@ -3,7 +3,18 @@
 from swath.links.bell import Bell
 from swath.links.channel import Channel
 from swath.links.launch import Launched, launch
+from swath.links.link import Link
 from swath.links.parcels import pack, unpack
 from swath.links.process import ProcessLink, ProcessPort
 
-__all__ = ["Bell", "Channel", "Launched", "ProcessLink", "ProcessPort", "launch", "pack", "unpack"]
+__all__ = [
+    "Bell",
+    "Channel",
+    "Launched",
+    "Link",
+    "ProcessLink",
+    "ProcessPort",
+    "launch",
+    "pack",
+    "unpack",
+]

@@ -1,4 +1,4 @@
-"""Messages and file descriptors over a pair of Unix sockets.
+"""Messages over a stream socket; over a Unix one file descriptors, too.
 
 ```
  | length, 8 bytes, with up to 8 descriptors beside it | pickled message |
@@ -16,6 +16,7 @@ import pickle
 import select
 import socket
 import struct
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = ["Channel"]
 
 _LENGTH = struct.Struct("=Q")
 _MOST_DESCRIPTORS = 8
-_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)  # the last: closed by another thread
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EBADF)  # the last: closed here
 
 
 class Channel:
@@ -48,7 +49,8 @@ class Channel:
         try:
             # In one call, mostly: then Ctrl-C cannot come in between.
             parts = [_LENGTH.pack(len(body)), body]
-            sent = socket.send_fds(self._socket, parts, list(descriptors))
+            beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
+            sent = self._socket.sendmsg(parts, beside if descriptors else [])
             self._socket.sendall(memoryview(body)[sent - _LENGTH.size :])
         except OSError as error:
             if error.errno in _GONE:
@@ -59,7 +61,9 @@ class Channel:
         """Wait for a message and return it with the files that came beside it."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MOST_DESCRIPTORS)
-        except ConnectionResetError:  # it was killed before it had read all that we sent
+        except OSError as error:  # reset: it was killed before it had read all that we sent
+            if error.errno not in _GONE:
+                raise
             head, descriptors = b"", []
         if not head:
             raise EOFError("the other side is gone")
@@ -72,7 +76,7 @@ class Channel:
         while view:
             try:
                 got = self._socket.recv_into(view)
-            except ConnectionResetError:
+            except (ConnectionResetError, TimeoutError):
                 got = 0
             if not got:
                 raise EOFError("the other side is gone")
@@ -84,6 +88,21 @@ class Channel:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))
+
+    def end(self) -> None:
+        """End the connection; whoever waits here or there sees an EOFError."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def await_end(self, timeout: float | None) -> bool:
+        """Wait until the other side has closed, whatever it says before; False if it has not."""
+        try:
+            self._socket.settimeout(timeout)
+            while self._socket.recv(1 << 16):
+                pass
+        except OSError as error:
+            return not isinstance(error, TimeoutError)
+        return True
 
     def close(self) -> None:
         """Close this end; the other side sees an EOFError."""

@@ -15,11 +15,12 @@ kill after the time limit, channel and sentinel closed; memory goes when the las
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from swath.links.channel import Channel
-from swath.links.launch import launch
+from swath.links.launch import ending, launch
 from swath.memory import SharedMemory
 
 __all__ = ["ProcessLink", "ProcessPort"]
@@ -33,9 +34,12 @@ class ProcessLink:
         payload: What it needs, as bytes.
     """
 
+    shares_memory = True
+
     def __init__(self, target: Callable[[Channel, bytes], None], payload: bytes) -> None:
         self._process = launch(target, payload)
         self.pid, self.sentinel = self._process.pid, self._process.sentinel
+        self.name, self.host = f"process {self.pid}", socket.gethostname()
         flag = SharedMemory(1)
         self._flag = flag.array
         self._send_at_first(flag)
@@ -78,6 +82,10 @@ class ProcessLink:
         """Return how the process ended; None if it has not."""
         return self._process.exit_code(timeout)
 
+    def ended(self) -> str:
+        """Say how the process ended, now that it has."""
+        return ending(self.exit_code(None) or 0)
+
     def kill(self) -> None:
         """End the worker, whatever it is doing."""
         self._process.kill()
@@ -104,8 +112,8 @@ class ProcessPort:
         self.descriptors = descriptors[len(sizes) :]
         return message, [SharedMemory(*pair) for pair in zip(sizes, descriptors, strict=False)]
 
-    def send(self, message: Any) -> None:
-        """Send a message."""
+    def send(self, message: Any, block: Any = None) -> None:
+        """Send a message; a block is in shared memory, so it need not travel."""
         self._channel.send(message)
 
     def waits(self) -> bool:

@@ -65,7 +65,7 @@ class HeapMemory(_ArrayMemory):
     """Ordinary memory of this process."""
 
     def __init__(self, nbytes: int) -> None:
-        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        raw = np.zeros(nbytes + ALIGNMENT, np.uint8)  # calloc: large ones are free
         start = -raw.ctypes.data % ALIGNMENT
         self.array = raw[start : start + nbytes]
 

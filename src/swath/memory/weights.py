@@ -26,7 +26,7 @@ from tensordict import TensorDictBase
 
 from swath.errors import UsageError
 from swath.memory.layout import ALIGNMENT
-from swath.memory.slab import SharedMemory
+from swath.memory.slab import Memory, SharedMemory
 
 __all__ = ["WeightBlock", "WeightSpec", "copy_weights", "named_weights"]
 
@@ -51,6 +51,20 @@ class WeightSpec:
         own, saved = named_weights(module), set(module.state_dict())
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
         return cls(shapes, frozenset(set(own) - saved), frozenset(saved - set(own)))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors in one block."""
+        return sum(_aligned(math.prod(s) * d.itemsize) for s, d in self.shapes.values())
+
+    def unflatten(self, block: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return the tensors in a block, as views."""
+        whole, start, views = torch.from_numpy(block), 0, {}
+        for name, (shape, dtype) in self.shapes.items():
+            stop = start + math.prod(shape) * dtype.itemsize
+            views[name] = whole[start:stop].view(dtype).view(shape)
+            start = start + _aligned(stop - start)
+        return views
 
     def fit(self, source: Any) -> dict[str, torch.Tensor]:
         """Return the tensors of a module, a state dict or a TensorDict, or say what is wrong."""
@@ -101,23 +115,15 @@ class WeightBlock:
         memory: That the publisher made; None in the publisher.
     """
 
-    def __init__(self, spec: WeightSpec, readers: int, memory: SharedMemory | None = None) -> None:
-        self._spec, self._readers, self._count = spec, readers, 2 * readers + 2
-        places, size = {}, 0
-        for name, (shape, dtype) in spec.shapes.items():
-            places[name] = size
-            size += _aligned(math.prod(shape) * dtype.itemsize)
+    def __init__(self, spec: WeightSpec, readers: int, memory: Memory | None = None) -> None:
+        self.spec, self._readers, self._count = spec, readers, 2 * readers + 2
         words = readers + self._count
-        start = _aligned(8 * words)
-        self.memory = memory or SharedMemory(start + self._count * size)
+        start, size = _aligned(8 * words), spec.nbytes
+        self.memory = memory or SharedMemory(self.nbytes(spec, readers))
         self._words = self.memory.array[: 8 * words].view(np.int64)
         self._stamps = self._words[readers:]
-        block = torch.from_numpy(self.memory.array)
         self._buffers = [
-            {
-                name: _view(block, start + number * size + place, *spec.shapes[name])
-                for name, place in places.items()
-            }
+            spec.unflatten(self.memory.array[start + number * size :])
             for number in range(self._count)
         ]
         # Those in use, the least recently used first. With a third one, a reader is overtaken only
@@ -126,12 +132,18 @@ class WeightBlock:
         self._later: dict[int, int] = {}
         self._publishing, self._fence = threading.RLock(), threading.Lock()
 
+    @staticmethod
+    def nbytes(spec: WeightSpec, readers: int) -> int:
+        """Return how much memory it needs; what is never used takes none."""
+        count = 2 * readers + 2
+        return _aligned(8 * (readers + count)) + count * spec.nbytes
+
     @torch.no_grad()
     def publish(
         self, source: Any, version: int, readers: Sequence[int], later: bool = False
     ) -> None:
         """Copy weights into the block, once, and direct these readers to them, or `later`."""
-        fitting = self._spec.fit(source)
+        fitting = self.spec.fit(source)
         with self._publishing:
             number = self._free()
             self._write(number, fitting, version)
@@ -195,9 +207,3 @@ class WeightBlock:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _view(
-    block: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    return block[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
 from swath.envs import as_group
 from swath.links import Channel, ProcessPort, pack, unpack
 from swath.links.parcels import pack_error
-from swath.memory import SharedMemory, Slab
+from swath.memory import Memory, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec, named_weights
 from swath.observe import Shares
 from swath.policies import made_by, policy_module
@@ -30,6 +32,7 @@ from swath.workers.messages import (
     Done,
     Failed,
     Job,
+    Publish,
     PutState,
     Ready,
     Reset,
@@ -62,8 +65,9 @@ class Worker:
         job: What to be.
     """
 
-    def __init__(self, port: ProcessPort, job: Job) -> None:
+    def __init__(self, port: Any, job: Job) -> None:
         self._port, self._job = port, job
+        port.on_push = self._pushed
         self._slabs: dict[int, Slab] = {}
         self._block: WeightBlock | None = None
         if job.quiet:
@@ -111,20 +115,27 @@ class Worker:
         finally:
             self._group.close()
 
-    def _attach(self, message: Attach, memory: SharedMemory) -> None:
+    def _attach(self, message: Attach, memory: Memory) -> None:
         slab = Slab(message.layout, memory)
         if (message.start, message.stop) != (0, message.layout.envs):
             slab = slab.part(message.start, message.stop)
-        if not self._group.needs_shared_memory:  # else its envs' own processes map it too
-            memory.close_descriptor()
+        if isinstance(memory, SharedMemory) and not self._group.needs_shared_memory:
+            memory.close_descriptor()  # else its envs' own processes map it too
         self._slabs[message.slab] = slab
 
     def _detach(self, message: Detach) -> None:
         self._slabs.pop(message.slab, None)  # it may be another worker's, or of one before us
 
-    def _use_block(self, message: Weights, memory: SharedMemory) -> None:
+    def _use_block(self, message: Weights, memory: Memory) -> None:
         self._block = WeightBlock(message.spec, message.readers, memory)
-        memory.close_descriptor()
+        self._reader = message.reader
+        if isinstance(memory, SharedMemory):
+            memory.close_descriptor()
+
+    def _pushed(self, message: Publish, block: np.ndarray) -> None:
+        """Take weights that were sent, in the thread that listens; the runner finds them."""
+        assert self._block is not None
+        self._block.publish(self._block.spec.unflatten(block), message.version, [0])
 
     def _set_seed(self, message: SetSeed) -> None:
         self._runner.set_seed(message.seed)
@@ -152,21 +163,18 @@ class Worker:
         self._port.send(Done())
 
     def _collect(self, order: Collect) -> None:
-        runner = self._runner
+        runner, slab = self._runner, self._slabs[order.slab]
         runner.version = self._newest()
         refresh = self._newest if self._job.refreshes else None
         try:
-            filled = runner.collect(
-                order.steps, self._slabs[order.slab], refresh, self._port.interrupted
-            )
+            filled = runner.collect(order.steps, slab, refresh, self._port.interrupted)
         except Exception as error:
             part = runner.partial
             done = (0, 0, None) if part is None else (part.steps, part.frames, part.mask)
-            self._port.send(Failed(pack_error(error), order.slab, *done))
-            return
-        shares, runner.shares = runner.shares, Shares()
-        self._port.send(
-            Rolled(
+            report: Failed | Rolled = Failed(pack_error(error), order.slab, *done)
+        else:
+            shares, runner.shares = runner.shares, Shares()
+            report = Rolled(
                 order.slab,
                 filled.steps,
                 filled.frames,
@@ -176,11 +184,11 @@ class Worker:
                 runner.open_ids,
                 runner.all_frozen,
             )
-        )
+        self._port.send(report, slab.memory.array)
 
     def _newest(self) -> int:
         """Take the newest weights if they are new, and return their version."""
         version = self._runner.version
-        if self._block is not None and self._block.newest(self._job.number) > version:
-            version = self._block.take(self._job.number, self._weights)
+        if self._block is not None and self._block.newest(self._reader) > version:
+            version = self._block.take(self._reader, self._weights)
         return version

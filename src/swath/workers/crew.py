@@ -1,4 +1,4 @@
-"""The worker processes of one collector: started, listened to, ended.
+"""The workers of one collector: started, listened to, ended.
 
 ```
                  orders                          reports
@@ -24,10 +24,9 @@ from time import monotonic
 from typing import Any
 
 from swath.errors import ClosedError
-from swath.links import ProcessLink, pack
-from swath.memory import SharedMemory
-from swath.workers.body import main
+from swath.links import Link, pack
 from swath.workers.messages import Built, Close, Died, Done, Failed, Job, Ready, State
+from swath.workers.place import LocalPlace, Place
 from swath.workers.shield import Shield
 
 __all__ = ["Crew"]
@@ -36,16 +35,20 @@ _ANSWERS = (Built, Ready, Done, State)
 
 
 class Crew:
-    """Worker processes, by number.
+    """Workers, by number.
 
     Args:
         jobs: What each worker is to be.
         timeout: The longest time that a worker may take for one answer; None for any time.
+        place: Where they run; processes of this machine by default.
     """
 
-    def __init__(self, jobs: Sequence[Job], timeout: float | None) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], timeout: float | None, place: Place | None = None
+    ) -> None:
         self._jobs, self._timeout = jobs, timeout
-        self._links: dict[int, ProcessLink] = {}
+        self.place: Place = LocalPlace() if place is None else place
+        self._links: dict[int, Link] = {}
         self._owing: dict[int, deque[float]] = {}
         self._reports: deque[tuple[int, Any]] = deque()
         self._unwanted: dict[int, int] = {}
@@ -53,7 +56,7 @@ class Crew:
         self._listening = threading.RLock()
         self._closing = threading.Lock()  # taken once, for ever
         self._bell = os.pipe()
-        self._polled: tuple[tuple[int, ProcessLink], ...] | None = None
+        self._polled: tuple[tuple[int, Link], ...] | None = None
         self.shield = Shield()
         self._owner = os.getpid()
 
@@ -61,19 +64,21 @@ class Crew:
         return len(self._jobs)
 
     @property
-    def pids(self) -> dict[int, int]:
-        """The process id of each worker that lives."""
-        return {number: link.pid for number, link in self._links.items()}
+    def links(self) -> dict[int, Link]:
+        """The link to each worker that lives."""
+        return self._links
 
     # -- speaking -------------------------------------------------------------------------------
 
-    def launch(self, number: int) -> None:
-        """Start a worker; it will answer `Built`."""
+    def launch(self, numbers: Sequence[int]) -> None:
+        """Start workers; each will answer `Built`."""
         with self._listening:
             self._check_open()
-            self._links[number] = ProcessLink(main, pack(self._jobs[number], "the job"))
-            self._owing[number] = deque([monotonic()])
-            self._unwanted[number] = 0
+            jobs = {number: pack(self._jobs[number], "the job") for number in numbers}
+            self._links.update(self.place.launch(jobs))
+            for number in numbers:
+                self._owing[number] = deque([monotonic()])
+                self._unwanted[number] = 0
 
     def dismiss(self, number: int) -> None:
         """End a worker, whatever it is doing, and forget what it has said."""
@@ -88,20 +93,20 @@ class Crew:
         self.dismiss(number)
         self._reports.appendleft((number, report))
 
-    def tell(self, number: int, message: Any, memories: Sequence[SharedMemory] = ()) -> None:
+    def tell(self, number: int, message: Any, *more: Any) -> None:
         """Send a message that has no answer; if the worker is gone, the next wait says so."""
         link = self._links.get(number)
         if link is not None:
             try:
-                link.send(message, memories)
+                link.send(message, *more)
             except EOFError:
                 pass
 
-    def order(self, number: int, message: Any) -> None:
+    def order(self, number: int, message: Any, *more: Any) -> None:
         """Send a message that will be answered; by how it ended, if the worker is gone."""
         if number in self._links:
             self._owing[number].append(monotonic())
-            self.tell(number, message)
+            self.tell(number, message, *more)
         elif number in self._ended:
             self._reports.append((number, self._ended[number]))
 
@@ -172,8 +177,9 @@ class Crew:
             self._sources = {}
             for number, link in links:
                 for descriptor in (link.fileno(), link.sentinel):
-                    self._poller.register(descriptor, select.POLLIN)
-                    self._sources[descriptor] = number
+                    if descriptor is not None:
+                        self._poller.register(descriptor, select.POLLIN)
+                        self._sources[descriptor] = number
         return self._sources
 
     def _check_open(self) -> None:
@@ -200,10 +206,10 @@ class Crew:
 
     def _bury(self, number: int, late: float | None) -> None:
         link = self._links.pop(number)
-        code = link.exit_code(None)
+        how = link.ended()
+        link.kill()
         link.close()
-        assert code is not None
-        self._ended[number] = Died(link.pid, code, late)
+        self._ended[number] = Died(link.name, how, late)
         self._reports.append((number, self._ended[number]))
 
     def _patience(self) -> int | None:
@@ -234,6 +240,7 @@ class Crew:
         if os.getpid() != self._owner or not self._closing.acquire(blocking=False):
             return
         os.write(self._bell[1], b"!")
+        self.place.close()
         with self._listening:
             links, self._links = self._links, {}
             for link in links.values():

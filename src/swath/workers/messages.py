@@ -25,6 +25,7 @@ __all__ = [
     "Done",
     "Failed",
     "Job",
+    "Publish",
     "PutState",
     "Ready",
     "Reset",
@@ -70,6 +71,15 @@ class Weights:
 
     spec: WeightSpec
     readers: int
+    reader: int
+    """Which of them the worker is."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """New weights, to a worker that does not share memory; comes with them, even in a rollout."""
+
+    version: int
 
 
 @dataclass(frozen=True)
@@ -191,9 +201,9 @@ class Done:
 
 @dataclass(frozen=True)
 class Died:
-    """The process of a worker has ended without a word; said by the crew, not by the worker."""
+    """The worker has ended without a word; said by the crew, not by the worker."""
 
-    pid: int
-    code: int
+    who: str
+    how: str
     late: float | None = None
     """It was killed since it had given no answer for so many seconds."""

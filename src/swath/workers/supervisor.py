@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swath.errors import SwathError, WorkerError
-from swath.links.launch import ending
 from swath.links.parcels import unpack_error
 from swath.workers.messages import Died, Failed
 
@@ -33,11 +32,11 @@ class Supervisor:
         """Return what to raise for a failure that is not forgiven."""
         if isinstance(event, Failed):
             return _located(unpack_error(event.error), worker)
-        how = ending(event.code)
+        how = event.how
         if event.late is not None:
             how = f"gave no answer for {event.late:g} s (worker_timeout) and was killed."
         made = f" {self.restarts} restarts were made before." if self.restarts else ""
-        return WorkerError(f"worker {worker} (process {event.pid}) {how}{made}", worker=worker)
+        return WorkerError(f"worker {worker} ({event.who}) {how}{made}", worker=worker)
 
 
 def _located(error: BaseException, worker: int) -> BaseException:

@@ -1,0 +1,262 @@
+"""The link between your process and a worker that shares no memory with it.
+
+```
+  your process                                                     worker
+  RemoteLink  ---- channel: messages, both ways ---------------->  RemotePort
+      |       <--------------------------------------------------      |  its thread listens
+      |       ==== bulk: one block per version of the weights ====>    |
+      |       <=== bulk: one block per rollout ====================    |
+```
+
+Messages go over one connection that both sides watch: its end is the end of the worker. Blocks go
+over a medium of their own (gloo, NCCL, MPI, RPC), each announced by a message, in the same order.
+A block that is to come is received while your process does other things.
+
+Each side owns its own memory. Order of shutdown: interrupt, `close` message, wait, channel closed;
+a worker whose channel ends without that ends itself after the step that it is in, or a few seconds
+later, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from swath.links.channel import Channel
+from swath.links.launch import Launched, ending
+from swath.memory import HeapMemory
+
+__all__ = ["Bulk", "Expected", "RemoteLink", "RemotePort"]
+
+_LAST_WORDS = 3.0
+"""Seconds that a worker whose trainer is gone has to end by itself."""
+
+
+class Bulk(Protocol):
+    """Moves blocks of bytes whose size both sides know, in order."""
+
+    def send(self, block: np.ndarray) -> Callable[[], None]:
+        """Begin to send; what is returned waits for the end of it."""
+        ...
+
+    def receive(self, block: np.ndarray) -> Callable[[], None]:
+        """Begin to receive into a block; what is returned waits for the end of it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the other side, whatever is under way."""
+        ...
+
+
+class Expected(Protocol):
+    """A block that the answer to a message will bring."""
+
+    block: np.ndarray
+
+    def arrived(self) -> None:
+        """Do what is to be done with it."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Interrupt:
+    on: bool
+
+
+class RemoteLink:
+    """Your process's end.
+
+    Args:
+        channel: To the worker, which was let in by a gate.
+        bulk: To the same worker.
+        name: The worker in words.
+        pid: Its process, on its host.
+        host: Its host.
+        process: The process, if it was started by this one.
+        cancel: Ends the worker from outside, if there is a way.
+    """
+
+    shares_memory = False
+
+    def __init__(
+        self,
+        channel: Channel,
+        bulk: Bulk,
+        name: str,
+        pid: int,
+        host: str,
+        process: Launched | None = None,
+        cancel: Callable[[], None] | None = None,
+    ) -> None:
+        self._channel, self._bulk, self._process, self._cancel = channel, bulk, process, cancel
+        self.name, self.pid, self.host = name, pid, host
+        self.sentinel = None if process is None else process.sentinel
+        self.attached: set[int] = set()
+        """Numbers of the memory that the worker has, for who gives it some."""
+        self._expected: deque[tuple[Callable[[], None], Expected]] = deque()
+        self._sending: deque[tuple[Callable[[], None], np.ndarray]] = deque()
+        self._sends = threading.RLock()
+        self._interrupted = False
+        self._reason = "closed its connection"
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on for messages."""
+        return self._channel.fileno()
+
+    def send(
+        self, message: Any, sizes: Sequence[int] = (), expected: Expected | None = None
+    ) -> None:
+        """Send a message, with memory for the worker to make; EOFError if it is gone."""
+        with self._sends:
+            if expected is not None:
+                waiting = self._begin(self._bulk.receive, expected.block)
+                self._expected.append((waiting, expected))
+            self._channel.send((message, sizes, 0))
+
+    def push(self, message: Any, block: np.ndarray) -> None:
+        """Send a message that the worker reads at once, also in a rollout, with a block."""
+        with self._sends:
+            while len(self._sending) > 1:  # one is under way: more would pile up
+                self._begin(self._sending.popleft()[0])
+            self._channel.send((message, (), block.nbytes))
+            self._sending.append((self._begin(self._bulk.send, block), block))
+
+    def _begin(self, doing: Callable[..., Any], *blocks: np.ndarray) -> Any:
+        try:
+            return doing(*blocks)
+        except Exception as error:
+            self._lost(error)
+            raise EOFError(self._reason) from error
+
+    def _lost(self, error: BaseException) -> None:
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        self._reason = f"was lost: {text[0][:200]}"
+        self._channel.end()  # so that whoever listens hears of it
+
+    def receive(self) -> Any:
+        """Wait for a message, and for the block if it brings one; EOFError if it is gone."""
+        message, brings = self._channel.receive()[0]
+        if brings:
+            waiting, expected = self._expected.popleft()
+            self._begin(waiting)
+            expected.arrived()
+        return message
+
+    def waits(self) -> bool:
+        """Tell whether a message waits."""
+        return self._channel.waits()
+
+    def interrupt(self, on: bool = True) -> None:
+        """Ask the worker to end the rollout that it is in after the step that it is in."""
+        if on != self._interrupted:
+            self._interrupted = on
+            try:
+                self.send(_Interrupt(on))
+            except EOFError:
+                pass
+
+    def ended(self) -> str:
+        """Say how the worker ended, once its channel or sentinel says that it has."""
+        if self._process is not None:
+            code = self._process.exit_code(_LAST_WORDS)
+            if code is not None:
+                return ending(code)
+        return f"{self._reason}."
+
+    def kill(self) -> None:
+        """End the worker: directly, if it can be reached, and by cutting it off."""
+        self._channel.end()
+        if self._process is not None:
+            self._process.kill()
+        if self._cancel is not None:
+            self._cancel()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until the worker has gone, at most `timeout` seconds, and let go of it."""
+        self._channel.await_end(timeout)
+        self._channel.close()
+        self._bulk.close()
+        if self._process is not None:
+            self._process.close(timeout)
+
+
+class RemotePort:
+    """The worker's end.
+
+    Args:
+        channel: To your process.
+        bulk: To the same process.
+        on_end: Called if your process is gone and the worker has not ended in time; by default
+            that ends the worker's process.
+    """
+
+    def __init__(
+        self, channel: Channel, bulk: Bulk, on_end: Callable[[], None] = lambda: os._exit(1)
+    ) -> None:
+        self._channel, self._bulk, self._on_end = channel, bulk, on_end
+        self._inbox: queue.SimpleQueue[tuple[Any, list[Any]] | None] = queue.SimpleQueue()
+        self._flag, self._ended = False, threading.Event()
+        self.on_push: Callable[[Any, np.ndarray], None] | None = None
+        """Called by the listening thread with what was pushed."""
+        self._sending: deque[tuple[Callable[[], None], np.ndarray]] = deque()
+        threading.Thread(target=self._listen, name="swath port", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                (message, sizes, pushed), _ = self._channel.receive()
+                if isinstance(message, _Interrupt):
+                    self._flag = message.on
+                elif pushed:
+                    block = np.empty(pushed, np.uint8)
+                    self._bulk.receive(block)()
+                    assert self.on_push is not None
+                    self.on_push(message, block)
+                else:
+                    self._inbox.put((message, [HeapMemory(size) for size in sizes]))
+        except Exception:
+            self._flag = True
+            self._inbox.put(None)
+            if not self._ended.wait(_LAST_WORDS):
+                self._on_end()
+
+    def receive(self) -> tuple[Any, list[Any]]:
+        """Wait for a message and return it with the memory that was asked for."""
+        got = self._inbox.get()
+        if got is None:
+            raise EOFError("the other side is gone")
+        return got
+
+    def send(self, message: Any, block: np.ndarray | None = None) -> None:
+        """Send a message, and a block that the other side expects; it must stay as it is."""
+        if block is not None:
+            while len(self._sending) > 1:
+                self._sending.popleft()[0]()
+            self._sending.append((self._bulk.send(block), block))
+        self._channel.send((message, block is not None))
+
+    def waits(self) -> bool:
+        """Tell whether a message waits."""
+        return not self._inbox.empty()
+
+    def interrupted(self) -> bool:
+        """Tell whether the rollout is to end."""
+        return self._flag
+
+    def close(self) -> None:
+        """Wait until what was sent has left, and let go of the other side."""
+        for waiting, _ in self._sending:
+            try:
+                waiting()
+            except Exception:  # nobody wants it any more
+                break
+        self._ended.set()
+        self._channel.close()
+        self._bulk.close()

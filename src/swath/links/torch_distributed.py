@@ -1,0 +1,136 @@
+"""Blocks over `torch.distributed`: one group of two ranks for each worker.
+
+A group for each pair, since gloo closes every connection of a group when one of them fails, and
+since a worker that was started again can join a new group of two at once. A receive that was begun
+early is served by gloo's own threads, while Python does something else.
+
+```
+ your process, rank 0                             worker, rank 1
+   store (TCP, on the gate's address)  <-------->   keys of this pair, under a name of the run
+   group of two  ==============================>    group of two
+```
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as _dist
+
+from swath.errors import UsageError
+from swath.links.remote import Bulk
+
+dist: Any = _dist  # most of what is used here has no types
+
+__all__ = ["TorchBulk", "TorchMedium", "TorchTicket"]
+
+
+@dataclass(frozen=True)
+class TorchTicket:
+    """What a worker needs to be the other end of a pair."""
+
+    backend: str
+    host: str
+    port: int
+    name: str
+    patience: float
+    device: str | None = None
+
+    def connect(self, own_host: str) -> Bulk:
+        """Return the worker's end."""
+        store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=self.patience))
+        return TorchBulk(self, store, 1, own_host)
+
+
+class TorchMedium:
+    """Makes pairs, one for each worker that comes in.
+
+    Args:
+        backend: "gloo" or "nccl".
+        host: The address that workers dial.
+        name: Of this run; nobody else can guess it.
+        patience: Seconds after which a transfer that does not go on is given up.
+    """
+
+    def __init__(self, backend: str, host: str, name: str, patience: float) -> None:
+        if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise UsageError("backend='nccl' needs a CUDA device and a torch with NCCL.")
+        # The store would listen everywhere if it were not given a socket.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family)
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            host,
+            port,
+            None,
+            True,
+            timedelta(seconds=patience),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        self._base = TorchTicket(backend, host, port, name, patience)
+        self._pairs = count()
+
+    def ticket(self, number: int) -> TorchTicket:
+        """Return what the next worker needs."""
+        return replace(self._base, name=f"{self._base.name}/{next(self._pairs)}")
+
+    def connect(self, ticket: TorchTicket, own_host: str) -> Bulk:
+        """Return this end of the pair that a ticket is for."""
+        return TorchBulk(ticket, self._store, 0, own_host)
+
+    def close(self) -> None:
+        """Let nobody join any more."""
+        del self._store
+
+
+class TorchBulk:
+    """One end of a pair."""
+
+    def __init__(self, ticket: TorchTicket, store: Any, rank: int, own_host: str) -> None:
+        self._peer = 1 - rank
+        self._store = dist.PrefixStore(ticket.name, store)
+        timeout = timedelta(seconds=ticket.patience)
+        self._cuda = ticket.backend == "nccl"
+        if self._cuda:
+            self._group: Any = dist.ProcessGroupNCCL(self._store, rank, 2, timeout)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+            self._group = dist.ProcessGroupGloo(self._store, rank, 2, options)
+        self._sent, self._received = count(), count()
+
+    def send(self, block: np.ndarray) -> Callable[[], None]:
+        """Begin to send; see `Bulk`."""
+        data = torch.from_numpy(block)
+        if self._cuda:
+            data = data.cuda()
+        work = self._group.send([data], self._peer, next(self._sent) % (1 << 30))
+        return lambda: work.wait()
+
+    def receive(self, block: np.ndarray) -> Callable[[], None]:
+        """Begin to receive; see `Bulk`."""
+        into = torch.from_numpy(block)
+        data = torch.empty_like(into, device="cuda") if self._cuda else into
+        work = self._group.recv([data], self._peer, next(self._received) % (1 << 30))
+
+        def wait() -> None:
+            work.wait()
+            if data is not into:
+                into.copy_(data)
+
+        return wait
+
+    def close(self) -> None:
+        """Let go of the other side."""
+        if self._cuda:
+            self._group.abort()
+        self._group = None

@@ -1,0 +1,172 @@
+"""Where workers run, and how slabs and weights get there and back.
+
+```
+            LocalPlace                               RemotePlace (workers/remote.py)
+  slabs     shared memory, written by the worker     memory here; the worker has its own, and sends
+  weights   one block that all workers read          one block per version, sent to each
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swath.links import Link, ProcessLink
+from swath.memory import Layout, SharedMemory, Slab
+from swath.memory.weights import WeightBlock, WeightSpec
+from swath.workers.body import main
+from swath.workers.messages import Attach, Collect, Detach, Weights
+
+if TYPE_CHECKING:
+    from swath.workers.crew import Crew
+
+__all__ = ["LocalPlace", "Place", "Publisher", "Slabs"]
+
+_OPEN_DESCRIPTORS = 64
+
+
+class Place(Protocol):
+    """Starts workers and says how memory reaches them."""
+
+    def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
+        """Start these workers; each will answer `Built`."""
+        ...
+
+    def slabs(self, crew: Crew) -> Slabs:
+        """Return what makes slabs for the workers of a crew."""
+        ...
+
+    def weights(self, crew: Crew, spec: WeightSpec) -> Publisher:
+        """Return what publishes weights to the workers of a crew."""
+        ...
+
+    def close(self) -> None:
+        """Start no more workers."""
+        ...
+
+
+class Slabs(Protocol):
+    """Slabs that workers fill."""
+
+    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
+        """Return a slab of which each of these workers fills some envs."""
+        ...
+
+    def share(self, slab: Slab, worker: int, span: tuple[int, int]) -> None:
+        """Let a worker that was started again fill its part of a slab."""
+        ...
+
+    def can_share(self, slab: Slab) -> bool:
+        """Tell whether a worker that is started again could fill this slab."""
+        ...
+
+    def order(self, worker: int, slab: Slab, span: tuple[int, int], steps: int) -> None:
+        """Order a rollout into a part of a slab; it is there when `Rolled` or `Failed` comes."""
+        ...
+
+    def tidy(self) -> None:
+        """Tell workers which slabs are gone."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is shared; slabs that somebody holds stay as they are."""
+        ...
+
+
+class Publisher(Protocol):
+    """Weights on their way to workers."""
+
+    def begin(self, worker: int) -> None:
+        """Let a worker that was started have what is published for it."""
+        ...
+
+    def publish(
+        self, source: Any, version: int, workers: Sequence[int], later: bool = False
+    ) -> None:
+        """Copy weights, once, and let these workers have them, or `later`."""
+        ...
+
+    def direct(self) -> None:
+        """Let workers have what was published for later."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is shared."""
+        ...
+
+
+class LocalPlace:
+    """Processes of this machine, from the fork server."""
+
+    def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
+        """Start workers; see `Place`."""
+        return {number: ProcessLink(main, payload) for number, payload in payloads.items()}
+
+    def slabs(self, crew: Crew) -> Slabs:
+        """Return slabs in shared memory."""
+        return _SharedSlabs(crew)
+
+    def weights(self, crew: Crew, spec: WeightSpec) -> Publisher:
+        """Return a block in shared memory."""
+        return _SharedWeights(crew, spec)
+
+    def close(self) -> None:
+        """Nothing: the fork server serves others, too."""
+
+
+class _SharedSlabs:
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._numbers = itertools.count()
+        self._unused: deque[int] = deque()
+        self._described: deque[SharedMemory] = deque()
+
+    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
+        memory = SharedMemory(layout.nbytes)
+        slab = Slab(layout, memory)
+        slab.number = next(self._numbers)
+        weakref.finalize(slab, self._unused.append, slab.number)
+        for worker, span in spans.items():
+            self.share(slab, worker, span)
+        self._described.append(memory)
+        if len(self._described) > _OPEN_DESCRIPTORS:
+            self._described.popleft().close_descriptor()
+        return slab
+
+    def share(self, slab: Slab, worker: int, span: tuple[int, int]) -> None:
+        message = Attach(slab.number, slab.layout, *span)
+        self._crew.tell(worker, message, [slab.memory])
+
+    def can_share(self, slab: Slab) -> bool:
+        return slab.memory.descriptor is not None  # type: ignore[attr-defined]
+
+    def order(self, worker: int, slab: Slab, span: tuple[int, int], steps: int) -> None:
+        self._crew.order(worker, Collect(slab.number, steps))
+
+    def tidy(self) -> None:
+        while self._unused:
+            number = self._unused.popleft()
+            for worker in range(len(self._crew)):
+                self._crew.tell(worker, Detach(number))
+
+    def close(self) -> None:
+        for memory in self._described:
+            memory.close_descriptor()
+
+
+class _SharedWeights(WeightBlock):
+    def __init__(self, crew: Crew, spec: WeightSpec) -> None:
+        self._own = SharedMemory(self.nbytes(spec, len(crew)))
+        super().__init__(spec, len(crew), self._own)
+        self._crew = crew
+
+    def begin(self, worker: int) -> None:
+        message = Weights(self.spec, len(self._crew), worker)
+        self._crew.tell(worker, message, [self._own])
+
+    def close(self) -> None:
+        self._own.close_descriptor()
