@@ -98,6 +98,8 @@ class ProcessLink:
 class ProcessPort:
     """The worker's end."""
 
+    shares_memory = True
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         _, (flag,) = self.receive()

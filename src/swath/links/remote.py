@@ -31,7 +31,7 @@ import numpy as np
 
 from swath.links.channel import Channel
 from swath.links.launch import Launched, ending
-from swath.memory import HeapMemory
+from swath.memory import SharedMemory
 
 __all__ = ["Bulk", "Expected", "RemoteLink", "RemotePort"]
 
@@ -118,7 +118,7 @@ class RemoteLink:
             if expected is not None:
                 waiting = self._begin(self._bulk.receive, expected.block)
                 self._expected.append((waiting, expected))
-            self._channel.send((message, sizes, 0))
+            self._channel.send((message, sizes, None))
 
     def push(self, message: Any, block: np.ndarray) -> None:
         """Send a message that the worker reads at once, also in a rollout, with a block."""
@@ -126,7 +126,8 @@ class RemoteLink:
             while len(self._sending) > 1:  # one is under way: more would pile up
                 self._begin(self._sending.popleft()[0])
             self._channel.send((message, (), block.nbytes))
-            self._sending.append((self._begin(self._bulk.send, block), block))
+            if block.nbytes:
+                self._sending.append((self._begin(self._bulk.send, block), block))
 
     def _begin(self, doing: Callable[..., Any], *blocks: np.ndarray) -> Any:
         try:
@@ -197,6 +198,8 @@ class RemotePort:
             that ends the worker's process.
     """
 
+    shares_memory = False
+
     def __init__(
         self, channel: Channel, bulk: Bulk, on_end: Callable[[], None] = lambda: os._exit(1)
     ) -> None:
@@ -214,13 +217,14 @@ class RemotePort:
                 (message, sizes, pushed), _ = self._channel.receive()
                 if isinstance(message, _Interrupt):
                     self._flag = message.on
-                elif pushed:
+                elif pushed is not None:
                     block = np.empty(pushed, np.uint8)
-                    self._bulk.receive(block)()
+                    if pushed:
+                        self._bulk.receive(block)()
                     assert self.on_push is not None
                     self.on_push(message, block)
                 else:
-                    self._inbox.put((message, [HeapMemory(size) for size in sizes]))
+                    self._inbox.put((message, [SharedMemory(size) for size in sizes]))
         except Exception:
             self._flag = True
             self._inbox.put(None)

@@ -1,7 +1,7 @@
 """All weights of a policy in one block, published by one process and taken by many.
 
 ```
- words:   target of reader 0, 1, ... | stamp of buffer 0, 1, ...
+ words:   target of reader 0, 1, ... | stamp of buffer 0, 1, ... | what was never given, of each
  buffers: | all tensors | all tensors | ...        two for each reader, and two
 ```
 
@@ -118,10 +118,13 @@ class WeightBlock:
     def __init__(self, spec: WeightSpec, readers: int, memory: Memory | None = None) -> None:
         self.spec, self._readers, self._count = spec, readers, 2 * readers + 2
         words = readers + self._count
-        start, size = _aligned(8 * words), spec.nbytes
+        start, size = self._start(spec, readers), spec.nbytes
         self.memory = memory or SharedMemory(self.nbytes(spec, readers))
         self._words = self.memory.array[: 8 * words].view(np.int64)
         self._stamps = self._words[readers:]
+        self._optional = sorted(spec.optional)
+        marks = self.memory.array[8 * words : 8 * words + self._count * len(self._optional)]
+        self._present = marks.reshape(self._count, len(self._optional))
         self._buffers = [
             spec.unflatten(self.memory.array[start + number * size :])
             for number in range(self._count)
@@ -135,8 +138,12 @@ class WeightBlock:
     @staticmethod
     def nbytes(spec: WeightSpec, readers: int) -> int:
         """Return how much memory it needs; what is never used takes none."""
+        return WeightBlock._start(spec, readers) + (2 * readers + 2) * spec.nbytes
+
+    @staticmethod
+    def _start(spec: WeightSpec, readers: int) -> int:
         count = 2 * readers + 2
-        return _aligned(8 * (readers + count)) + count * spec.nbytes
+        return _aligned(8 * (readers + count) + count * len(spec.optional))
 
     @torch.no_grad()
     def publish(
@@ -165,6 +172,8 @@ class WeightBlock:
         self._ordered()
         for name, view in self._buffers[number].items():
             view.copy_(fitting[name] if name in fitting else self._buffers[newest][name])
+        given = [name in fitting for name in self._optional]
+        self._present[number] = self._present[newest] | np.array(given, np.uint8)
         self._ordered()
         self._stamps[number] = version
         self._ordered()
@@ -188,8 +197,14 @@ class WeightBlock:
             word = int(self._words[reader])
             version, number = divmod(word, self._count)
             if self._holds(number, version):
+                missing = {
+                    name
+                    for name, one in zip(self._optional, self._present[number], strict=True)
+                    if not one
+                }
                 for name, view in self._buffers[number].items():
-                    into[name].copy_(view)
+                    if name not in missing:
+                        into[name].copy_(view)
                 if self._holds(number, version):
                     return version
 

@@ -16,7 +16,7 @@ import torch
 from swath.envs import as_group
 from swath.links import Channel, ProcessPort, pack, unpack
 from swath.links.parcels import pack_error
-from swath.memory import Memory, SharedMemory, Slab
+from swath.memory import HeapMemory, Memory, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec, named_weights
 from swath.observe import Shares
 from swath.policies import made_by, policy_module
@@ -70,6 +70,7 @@ class Worker:
         port.on_push = self._pushed
         self._slabs: dict[int, Slab] = {}
         self._block: WeightBlock | None = None
+        self._reader = 0
         if job.quiet:
             warnings.simplefilter("ignore")
         torch.set_num_threads(job.num_threads)
@@ -86,6 +87,9 @@ class Worker:
         self._runner = Runner(self._group, policy, message.plan)
         module = policy_module(policy)
         self._weights = {} if module is None else named_weights(module)
+        if not self._port.shares_memory:  # weights come by themselves, into memory of our own
+            spec = WeightSpec.of(module)
+            self._block = WeightBlock(spec, 1, HeapMemory(WeightBlock.nbytes(spec, 1)))
         fields = [place.field for place in self._runner.layout.places.values()]
         self._port.send(Ready(self._runner.interface, fields, WeightSpec.of(module)))
 
@@ -135,7 +139,9 @@ class Worker:
     def _pushed(self, message: Publish, block: np.ndarray) -> None:
         """Take weights that were sent, in the thread that listens; the runner finds them."""
         assert self._block is not None
-        self._block.publish(self._block.spec.unflatten(block), message.version, [0])
+        tensors = self._block.spec.unflatten(block)
+        given = {name: tensors[name] for name in tensors if name not in message.missing}
+        self._block.publish(given, message.version, [0])
 
     def _set_seed(self, message: SetSeed) -> None:
         self._runner.set_seed(message.seed)

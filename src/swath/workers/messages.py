@@ -80,6 +80,8 @@ class Publish:
     """New weights, to a worker that does not share memory; comes with them, even in a rollout."""
 
     version: int
+    missing: frozenset[str]
+    """Tensors that were never given: the worker keeps its own."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,337 @@
+"""Workers that share no memory with your process, on this machine or on others.
+
+```
+ your process                                        another one, started by a launcher
+   gate  <------------ dials, proves the secret ------- join(invitation, number)
+     | ----- job, and how to reach the medium -------->   |
+   RemoteLink  <========== messages, blocks =========>  RemotePort -- Worker, as anywhere
+```
+
+The place owns the gate and the medium; the crew owns the links; the launcher owns what it started.
+Shutdown: links first (see `links/remote.py`), then the gate, so that nobody comes in any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from swath.errors import ClosedError, WorkerError
+from swath.links import Channel, Launched, Link, unpack
+from swath.links.gate import Arrival, Gate, dial
+from swath.links.parcels import pack_error
+from swath.links.remote import Bulk, RemoteLink, RemotePort
+from swath.memory import HeapMemory, Layout, Slab
+from swath.memory.weights import WeightSpec
+from swath.workers.body import Worker
+from swath.workers.messages import Attach, Collect, Failed, Publish
+from swath.workers.place import Publisher, Slabs
+
+if TYPE_CHECKING:
+    from swath.workers.crew import Crew
+
+__all__ = ["Invitation", "Launcher", "RemotePlace", "Started", "join", "main"]
+
+_IN_FLIGHT = 2
+"""Rollouts of one worker that may be under way; it has memory for so many."""
+
+
+# -- the worker's side --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a worker needs to come in."""
+
+    host: str
+    port: int
+    secret: bytes
+    patience: float
+
+
+@dataclass(frozen=True)
+class _Welcome:
+    job: bytes
+    ticket: Any
+
+
+def join(invitation: Invitation, number: int) -> None:
+    """Be a worker until your process ends it, or is gone."""
+    where = invitation
+    channel, own_host = dial(where.host, where.port, where.secret, number, where.patience)
+    try:
+        welcome, _ = channel.receive()
+        port = RemotePort(channel, welcome.ticket.connect(own_host))
+    except EOFError:  # it does not want us
+        return
+    try:
+        serve(port, welcome.job)
+    except EOFError:
+        pass
+    finally:
+        port.close()
+
+
+def serve(port: Any, job: bytes) -> None:
+    """Run the worker that a job describes."""
+    try:
+        worker = Worker(port, unpack(job))
+    except Exception as error:
+        port.send(Failed(pack_error(error)))
+        return
+    worker.run()
+
+
+def main(channel: Channel, payload: bytes) -> None:
+    """Join from a process that was launched on this machine."""
+    join(*unpack(payload))
+
+
+# -- your process's side ------------------------------------------------------------------------
+
+
+class Started(Protocol):
+    """What a launcher has started for one worker."""
+
+    process: Launched | None
+    """The process, if it is one of this machine."""
+
+    def check(self) -> None:
+        """Raise if the worker will never come."""
+        ...
+
+    def cancel(self) -> None:
+        """End it, as far as that is possible from here."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers, somewhere."""
+
+    def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
+        """Start these workers; each is to call `join`."""
+        ...
+
+    def close(self) -> None:
+        """Start no more."""
+        ...
+
+
+class Medium(Protocol):
+    """Makes the two ends that blocks travel between."""
+
+    def ticket(self, number: int) -> Any:
+        """Return what a worker needs for its end, which `ticket.connect(own_host)` gives."""
+        ...
+
+    def connect(self, ticket: Any, own_host: str) -> Bulk:
+        """Return this end."""
+        ...
+
+    def close(self) -> None:
+        """Make no more."""
+        ...
+
+
+class RemotePlace:
+    """Workers that come through a gate.
+
+    Args:
+        gate: Where they come in.
+        medium: What slabs and weights travel over.
+        launcher: What starts them.
+        invitation: What they need to come in.
+        limit: Seconds to wait for a worker to come in; None for any time.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        medium: Medium,
+        launcher: Launcher,
+        invitation: Invitation,
+        limit: float | None,
+    ) -> None:
+        self._gate, self._medium, self._launcher = gate, medium, launcher
+        self._invitation, self._limit = invitation, limit
+
+    def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
+        """Start workers and wait until each has come in."""
+        started = self._launcher.start(self._invitation, list(payloads))
+        until = float("inf") if self._limit is None else monotonic() + self._limit
+        links: dict[int, Link] = {}
+        try:
+            for number, payload in payloads.items():
+                arrival = self._arrived(number, until, started[number].check)
+                links[number] = self._connected(arrival, payload, started[number])
+        except BaseException:
+            for one in started.values():
+                one.cancel()
+            for link in links.values():
+                link.kill()
+                link.close()
+            raise
+        return links
+
+    def _arrived(self, number: int, until: float, check: Callable[[], None]) -> Arrival:
+        arrival = self._gate.fetch(number, until, check)
+        if arrival is None:
+            if monotonic() < until:
+                raise ClosedError("this collector was shut down while it was waited for.")
+            raise WorkerError(
+                f"worker {number} has not come within {self._limit:g} s (launch_timeout). Is it "
+                f"still queued, or can it not reach {self._invitation.host} port "
+                f"{self._invitation.port}?",
+                worker=number,
+            )
+        return arrival
+
+    def _connected(self, arrival: Arrival, payload: bytes, started: Started) -> RemoteLink:
+        hello, channel = arrival.hello, arrival.channel
+        ticket = self._medium.ticket(hello.number)
+        try:
+            channel.send(_Welcome(payload, ticket))
+            bulk = self._medium.connect(ticket, arrival.own_host)
+        except (EOFError, RuntimeError) as error:
+            channel.close()
+            raise WorkerError(
+                f"worker {hello.number} on {hello.host} came and was lost: {error}",
+                worker=hello.number,
+            ) from error
+        name = f"rank {hello.number + 1} on {hello.host}, process {hello.pid}"
+        return RemoteLink(
+            channel, bulk, name, hello.pid, hello.host, started.process, started.cancel
+        )
+
+    def slabs(self, crew: Crew) -> Slabs:
+        """Return slabs that blocks are received into."""
+        return RemoteSlabs(crew)
+
+    def weights(self, crew: Crew, spec: WeightSpec) -> Publisher:
+        """Return what sends each version to each worker."""
+        return RemoteWeights(crew, spec)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._gate.close()
+        self._launcher.close()
+        self._medium.close()
+
+
+@dataclass
+class _Part:
+    """Where a rollout goes that comes as one block: a slab, or some envs of one."""
+
+    slab: Slab
+    span: tuple[int, int]
+    own: Slab
+    """In the worker's own layout; the slab itself if it is all of it."""
+
+    @property
+    def block(self) -> np.ndarray:
+        return self.own.memory.array
+
+    def arrived(self) -> None:
+        if self.own is not self.slab:
+            for key, array in self.slab.arrays.items():
+                array[:, slice(*self.span)] = self.own.arrays[key]
+
+
+class RemoteSlabs:
+    """Slabs in memory of this process; a worker writes into its own, which then travels."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._turns: dict[int, int] = {}
+        self._own: dict[tuple[int, int], Slab] = {}
+
+    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
+        """Return a slab; see `Slabs`."""
+        return Slab(layout, HeapMemory(layout.nbytes))
+
+    def share(self, slab: Slab, worker: int, span: tuple[int, int]) -> None:
+        """Nothing: a worker does not see it."""
+
+    def can_share(self, slab: Slab) -> bool:
+        """Return True: a worker does not see it."""
+        return True
+
+    def order(self, worker: int, slab: Slab, span: tuple[int, int], steps: int) -> None:
+        """Order a rollout into the memory of the worker that is free, and expect its block."""
+        turn = self._turns[worker] = (self._turns.get(worker, 0) + 1) % _IN_FLIGHT
+        own = slab if span == (0, slab.layout.envs) else self._staged(worker, turn, slab, span)
+        link: Any = self._crew.links.get(worker)
+        if link is not None and turn not in link.attached:
+            link.attached.add(turn)
+            envs = own.layout.envs
+            self._crew.tell(worker, Attach(turn, own.layout, 0, envs), [own.layout.nbytes])
+        self._crew.order(worker, Collect(turn, steps), (), _Part(slab, span, own))
+
+    def _staged(self, worker: int, turn: int, slab: Slab, span: tuple[int, int]) -> Slab:
+        """Return memory for a block of which the parts go to different places of a slab."""
+        if (worker, turn) not in self._own:
+            whole = slab.layout
+            fields = [place.field for place in whole.places.values()]
+            layout = Layout(fields, whole.steps, span[1] - span[0], whole.order)
+            self._own[worker, turn] = Slab(layout, HeapMemory(layout.nbytes))
+        return self._own[worker, turn]
+
+    def tidy(self) -> None:
+        """Nothing: workers know none of these slabs."""
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+class RemoteWeights:
+    """One block for each version, which is sent to each worker."""
+
+    def __init__(self, crew: Crew, spec: WeightSpec) -> None:
+        self._crew, self._spec = crew, spec
+        self._newest = np.zeros(spec.nbytes, np.uint8)
+        self._missing = spec.optional
+        self._current: dict[int, tuple[Publish, np.ndarray]] = {}
+        self._later: dict[int, tuple[Publish, np.ndarray]] = {}
+
+    def begin(self, worker: int) -> None:
+        """Send what is current to a worker that was started again."""
+        if worker in self._current:
+            self._push(worker, *self._current[worker])
+
+    @torch.no_grad()
+    def publish(
+        self, source: Any, version: int, workers: Sequence[int], later: bool = False
+    ) -> None:
+        """Copy weights into one block and send it to these workers, or `later`."""
+        fitting = self._spec.fit(source)
+        block = np.empty(self._spec.nbytes, np.uint8)
+        before = self._spec.unflatten(self._newest)
+        for name, view in self._spec.unflatten(block).items():
+            view.copy_(fitting.get(name, before[name]))
+        self._newest, self._missing = block, self._missing - set(fitting)
+        self._later.update(dict.fromkeys(workers, (Publish(version, self._missing), block)))
+        if not later:
+            self.direct()
+
+    def direct(self) -> None:
+        """Send what was published for later."""
+        later, self._later = self._later, {}
+        self._current.update(later)
+        for worker, what in later.items():
+            self._push(worker, *what)
+
+    def _push(self, worker: int, message: Publish, block: np.ndarray) -> None:
+        link: Any = self._crew.links.get(worker)
+        if link is not None:
+            try:
+                link.push(message, block)
+            except EOFError:  # the next wait says so
+                pass
+
+    def close(self) -> None:
+        """Nothing is shared."""
