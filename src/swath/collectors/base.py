@@ -88,7 +88,7 @@ class BaseCollector(abc.ABC):
                 "async_shutdown() ends it."
             )
         started = perf_counter()
-        if self.options.update_at_each_batch and self._batches:
+        if self._publishes_now():
             self.update_policy_weights_()
         batch = self._rollout() if self._assembler is None else self._whole_trajectories()
         if batch is None:
@@ -108,6 +108,13 @@ class BaseCollector(abc.ABC):
         if self._bar is not None:
             self._bar.update(self.stats(), done=self._frames_left() <= 0)
         return (batch,)
+
+    def _publishes_now(self) -> bool:
+        """Tell whether weights are to be published before the next batch."""
+        interval = (
+            1 if self.options.update_at_each_batch else self.options.max_weight_update_interval
+        )
+        return 0 < interval and self._batches > 0 and self._batches % interval == 0
 
     def _rollout(self) -> TensorDict | None:
         left = self._frames_left()

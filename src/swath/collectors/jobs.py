@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import swath
@@ -13,7 +13,40 @@ from swath.errors import UsageError
 from swath.links import pack
 from swath.workers.messages import Job, Ready
 
-__all__ = ["check_equal", "each_of", "jobs_of", "sources_of", "split"]
+__all__ = ["check_equal", "each_of", "jobs_of", "node_options", "sources_of", "split"]
+
+_CLASSES = {
+    "Collector": "single",
+    "MultiSyncCollector": "sync",
+    "MultiAsyncCollector": "async",
+    "AsyncCollector": "async",
+}
+_NODES = ("single", "sync", "async")
+
+
+def node_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with those of `collector_kwargs` among them: for all nodes, or for each."""
+    options = dict(given)
+    inner = options.pop("collector_kwargs", None) or {}
+    kind = options.get("collector_class", "single")
+    kind = _CLASSES.get(getattr(kind, "__name__", kind), kind)
+    if kind not in _NODES:
+        raise UsageError(
+            f"collector_class must be one of {', '.join(_NODES)} or a collector; got {kind!r}."
+        )
+    if kind == "single" and options.get("num_workers_per_collector", 1) != 1:
+        raise UsageError(
+            "num_workers_per_collector needs collector_class='sync' or 'async': a node with "
+            "collector_class='single' has one worker."
+        )
+    each = inner if isinstance(inner, (list, tuple)) else [inner]
+    for name in {name for one in each for name in one}:
+        if name in options:
+            raise UsageError(f"{name!r} is given twice: among the options and in collector_kwargs.")
+        values = [one.get(name) for one in each]
+        alike = all(value is values[0] or value == values[0] for value in values)
+        options[name] = values[0] if alike else values
+    return options
 
 
 def sources_of(create_env_fn: Any, num_workers: int | None) -> list[Any]:

@@ -24,7 +24,7 @@ from tensordict import TensorDict
 
 from swath.collectors.base import BaseCollector
 from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
-from swath.collectors.options import Options
+from swath.collectors.options import Options, Scope
 from swath.collectors.single import checked_seed, plan_of
 from swath.errors import UsageError
 from swath.links import unpack
@@ -55,15 +55,17 @@ _IDS_PER_WORKER = 1 << 40
 class MultiCollector(BaseCollector):
     """Workers, their weights and their state; subclasses say which rollouts make a batch."""
 
+    _scope: Scope = "workers"
     _without: tuple[str, ...] = ()
     _refreshes = False
     """New weights are taken between any two forward passes."""
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        parsed = Options.parse(type(self).__name__, options, self._without)
+        parsed = Options.parse(type(self).__name__, options, self._scope, self._without)
         parsed.check_policy(policy)
         self._policy, self._version = policy, 0
         sources = sources_of(create_env_fn, parsed.num_workers)
+        sources = [one for one in sources for _ in range(parsed.num_workers_per_collector)]
         jobs = jobs_of(sources, policy, parsed, self._refreshes)
         super().__init__(parsed)
         self.num_workers = len(jobs)

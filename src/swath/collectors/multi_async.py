@@ -211,4 +211,4 @@ class AsyncCollector(MultiAsyncCollector):
 
 
 for _kind in (MultiAsyncCollector, AsyncCollector):
-    _kind.__signature__ = Options.signature(workers=True)  # type: ignore[attr-defined]
+    _kind.__signature__ = Options.signature("workers")  # type: ignore[attr-defined]

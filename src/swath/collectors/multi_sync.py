@@ -259,4 +259,4 @@ class MultiSyncCollector(MultiCollector):
         return super()._broken()
 
 
-MultiSyncCollector.__signature__ = Options.signature(workers=True)  # type: ignore[attr-defined]
+MultiSyncCollector.__signature__ = Options.signature("workers")  # type: ignore[attr-defined]

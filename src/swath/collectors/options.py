@@ -18,7 +18,7 @@ from tensordict.nn import InteractionType
 from swath.errors import UsageError, nearest
 from swath.memory import MemoryOrder
 
-__all__ = ["Options"]
+__all__ = ["Options", "Scope"]
 
 _LEAST = {
     "max_frames_per_traj": 1,
@@ -31,11 +31,29 @@ _OLD_NAMES = {
     "exploration_mode": "exploration_type",
     "devices": "policy_device",
     "passing_devices": "storing_device",
+    "update_after_each_batch": "update_at_each_batch",
+    "update_interval": "max_weight_update_interval",
+}
+Scope = Literal["inline", "workers", "cluster", "ray"]
+"""Where workers run: in this process, in processes, on other machines, on a Ray cluster."""
+_SCOPES: dict[Scope, str] = {
+    "inline": "",
+    "workers": "is for collectors with workers",
+    "cluster": "is for the collectors of swath.collectors.distributed",
+    "ray": "is for RayCollector",
 }
 
 
 def _for_workers(default: Any) -> Any:
-    return field(default=default, metadata={"workers": True})
+    return field(default=default, metadata={"scopes": ("workers", "cluster", "ray")})
+
+
+def _for_cluster(default: Any) -> Any:
+    return field(default=default, metadata={"scopes": ("cluster",)})
+
+
+def _for_machines(default: Any) -> Any:
+    return field(default=default, metadata={"scopes": ("cluster", "ray")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,40 +139,75 @@ class Options:
     """So many restarts at most, over all workers."""
     worker_timeout: float | None = _for_workers(None)
     """Kill a worker that needs more seconds than this for one rollout."""
+    sync: bool = _for_machines(False)
+    """A batch holds rollouts of all workers; if not, of the one that is done first."""
+    collector_class: str | type = _for_machines("single")  # noqa: RUF009
+    """"single": a node runs one worker; "sync" or "async": `num_workers_per_collector` of them."""
+    num_workers_per_collector: int = _for_machines(1)
+    """Worker processes on each node; each makes the envs of its node's maker."""
+    collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _for_machines(None)
+    """Further options, or one mapping of such for each node."""
+    max_weight_update_interval: int = _for_machines(-1)
+    """Publish the weights after every so many batches; -1 leaves it to you."""
+    launch_timeout: float | None = _for_machines(None)
+    """Give up when a worker has not come within so many seconds."""
+    backend: str = _for_cluster("gloo")
+    """What slabs and weights travel over: "gloo", "nccl", "mpi" or "rpc"."""
+    launcher: str | None = _for_cluster(None)
+    """"mp": processes of this machine; "submitit": jobs. By default ranks of the world that this
+    process was started in by `torchrun` or `mpirun`, if there is one, else "mp"."""
+    slurm_kwargs: Mapping[str, Any] | None = _for_cluster(None)
+    """Parameters of submitit's executor: partition, time and so on; `folder` is for its logs."""
+    host: str | None = _for_cluster(None)
+    """The address of this machine that workers dial; loopback, or the node's in a Slurm job."""
+    tcp_port: int = _for_cluster(0)
+    """The port that workers dial; 0 for any that is free."""
+    link_timeout: float = _for_cluster(60.0)
+    """Seconds after which a host that does not answer, or a transfer that stands, is given up."""
+    secret: str | None = _for_cluster(None)
+    """What workers must know to be let in; one that nobody can guess by default."""
+    visible_devices: Sequence[Any] | None = _for_cluster(None)
+    """CUDA devices of each worker, with backend="rpc"."""
+    tensorpipe_options: Mapping[str, Any] | None = _for_cluster(None)
+    """Further arguments of TensorPipeRpcBackendOptions, with backend="rpc"."""
 
     @classmethod
     def parse(
-        cls, owner: str, given: Mapping[str, Any], without: Sequence[str] | None = None
+        cls,
+        owner: str,
+        given: Mapping[str, Any],
+        scope: Scope = "inline",
+        without: Sequence[str] = (),
     ) -> Options:
         """Return the options from keyword arguments, checked.
 
         Args:
             owner: Name of the class for messages.
             given: The keyword arguments.
-            without: Options that make no sense there; all that are for workers by default.
+            scope: Where its workers run.
+            without: Further options that make no sense there.
         """
-        known = {f.name for f in fields(cls)}
-        reason = f"{owner} delivers in another way"
-        if without is None:
-            reason = "it collects in this process, and {name!r} is for collectors with workers"
-            without = [f.name for f in fields(cls) if f.metadata.get("workers")]
+        known = {f.name: f.metadata.get("scopes", (scope,)) for f in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in given.items():
             new = _OLD_NAMES.get(name, name)
-            if new in without:
-                text = reason.format(name=name)
-                raise UsageError(f"{owner} has no option {name!r}: {text}.")
             if new not in known:
                 raise UsageError(
                     f"{owner} has no option {name!r}.{nearest(name, [*known, *_OLD_NAMES])}"
                 )
+            if new in without:
+                raise UsageError(
+                    f"{owner} has no option {name!r}: {owner} delivers in another way."
+                )
+            if scope not in known[new]:
+                raise UsageError(f"{owner} has no option {name!r}: it {_SCOPES[known[new][0]]}.")
             if new in values:
                 raise UsageError(f"{name!r} is the old name of {new!r}; give only one of them.")
             values[new] = value
         return cls(**values)
 
     @classmethod
-    def signature(cls, *, workers: bool = False) -> inspect.Signature:
+    def signature(cls, scope: Scope = "inline") -> inspect.Signature:
         """Return the signature of a collector, for help() and editors."""
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [
@@ -162,7 +215,7 @@ class Options:
             inspect.Parameter("policy", kind, default=None),
         ]
         for f in fields(cls):
-            if f.metadata.get("workers") and not workers:
+            if scope not in f.metadata.get("scopes", (scope,)):
                 continue
             default = inspect.Parameter.empty if f.default is MISSING else f.default
             parameters.append(
@@ -185,6 +238,9 @@ class Options:
             _at_least("frames_per_batch", frames, 1, "frames over all envs in a batch")
         _at_least("num_threads", self.num_threads, 1, "")
         _at_least("max_restarts", self.max_restarts, 0, "")
+        _at_least("num_workers_per_collector", self.num_workers_per_collector, 1, "")
+        _at_least("tcp_port", self.tcp_port, 0, "0 for any that is free")
+        _at_least("max_weight_update_interval", self.max_weight_update_interval, -1, "-1: never")
         _at_least("init_random_frames", self.init_random_frames, 0, "")
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
@@ -224,6 +280,7 @@ class Options:
             "update_at_each_batch",
             "progress",
             "collect_ahead",
+            "sync",
         ):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -236,7 +293,12 @@ class Options:
         self.interaction_type  # noqa: B018 - raises if it is none
 
     def _check_reals(self) -> None:
-        for name, most in (("preemptive_threshold", 1.0), ("worker_timeout", math.inf)):
+        for name, most in (
+            ("preemptive_threshold", 1.0),
+            ("worker_timeout", math.inf),
+            ("launch_timeout", math.inf),
+            ("link_timeout", math.inf),
+        ):
             value = getattr(self, name)
             if value is not None and (
                 isinstance(value, bool)
@@ -264,6 +326,10 @@ class Options:
                 self.reset_at_each_iter and not self.reset_when_done,
                 "reset_at_each_iter resets what reset_when_done=False leaves alone",
             ),
+            (
+                self.update_at_each_batch and self.max_weight_update_interval != -1,
+                "the first publishes before each batch anyway",
+            ),
         ):
             if clash:
                 names = [
@@ -275,6 +341,8 @@ class Options:
                         "reset_when_done",
                         "traj_format",
                         "reset_at_each_iter",
+                        "update_at_each_batch",
+                        "max_weight_update_interval",
                     )
                     if getattr(self, name) != _default(name)
                 ]

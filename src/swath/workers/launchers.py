@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from swath.errors import WorkerError
+from swath.errors import UsageError, WorkerError, nearest
 from swath.links import Launched, launch, pack
 from swath.links.launch import ending
-from swath.workers.remote import Invitation, Started, main
+from swath.workers.remote import Invitation, Launcher, Started, main
+from swath.workers.worlds import World
 
-__all__ = ["LocalLauncher"]
+__all__ = ["LocalLauncher", "launcher_for"]
+
+LAUNCHERS = ("mp", "submitit")
+
+
+def launcher_for(
+    name: str | None, slurm: Mapping[str, Any] | None, world: World | None
+) -> Launcher:
+    """Return a launcher by its name, or for a world that exists."""
+    if name is None or name == "mp":
+        return LocalLauncher()
+    raise UsageError(
+        f"launcher must be one of {', '.join(LAUNCHERS)}; got {name!r}.{nearest(name, LAUNCHERS)}"
+    )
 
 
 class LocalLauncher:

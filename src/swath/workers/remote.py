@@ -98,8 +98,10 @@ def main(channel: Channel, payload: bytes) -> None:
 class Started(Protocol):
     """What a launcher has started for one worker."""
 
-    process: Launched | None
-    """The process, if it is one of this machine."""
+    @property
+    def process(self) -> Launched | None:
+        """The process, if it is one of this machine."""
+        ...
 
     def check(self) -> None:
         """Raise if the worker will never come."""

@@ -1,0 +1,20 @@
+"""Collectors whose workers are on other machines, or could be."""
+
+from swath.collectors.distributed.generic import (
+    DistributedCollector,
+    DistributedSyncCollector,
+    RPCCollector,
+)
+
+DistributedDataCollector = DistributedCollector
+DistributedSyncDataCollector = DistributedSyncCollector
+RPCDataCollector = RPCCollector
+
+__all__ = [
+    "DistributedCollector",
+    "DistributedDataCollector",
+    "DistributedSyncCollector",
+    "DistributedSyncDataCollector",
+    "RPCCollector",
+    "RPCDataCollector",
+]

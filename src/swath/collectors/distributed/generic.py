@@ -1,43 +1,121 @@
-"""`DistributedCollector` and its kin: the delivery of the process collectors, on other machines."""
+"""Collectors over machines: the delivery of the process collectors, with workers elsewhere.
+
+```
+  DistributedCollector(sync=True)   = MultiSyncCollector  + RemotePlace(gate, medium, launcher)
+  DistributedCollector(sync=False)  = MultiAsyncCollector + the same
+  RPCCollector                      = either, with TensorPipe as the medium
+```
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from swath.collectors.jobs import node_options
 from swath.collectors.multi import MultiCollector
 from swath.collectors.multi_async import MultiAsyncCollector
 from swath.collectors.multi_sync import MultiSyncCollector
 from swath.collectors.options import Options
-from swath.links.gate import Gate, new_secret
-from swath.links.torch_distributed import TorchMedium
-from swath.workers.launchers import LocalLauncher
+from swath.links.gate import Gate, guess_host, new_secret
+from swath.links.media import medium_for
+from swath.workers.launchers import launcher_for
 from swath.workers.place import Place
 from swath.workers.remote import Invitation, RemotePlace
+from swath.workers.worlds import find_world
 
-__all__ = ["DistributedCollector", "DistributedSyncCollector"]
+__all__ = ["DistributedCollector", "DistributedSyncCollector", "RPCCollector"]
 
 
 class DistributedCollector(MultiCollector):
-    def __new__(cls, *args: Any, sync: bool = False, **options: Any) -> Any:
-        if cls is DistributedCollector:
-            cls = DistributedSyncCollector if sync else _DistributedAsyncCollector
-        return object.__new__(cls)
+    """Collect with workers that share no memory with this process, on this or on other machines.
 
-    def __init__(self, *args, sync=False, **options):
-        super().__init__(*args, **options)
+    With `sync=True` batches are those of `MultiSyncCollector`, otherwise those of
+    `MultiAsyncCollector`, with the same promises and the same data.
+
+    Args:
+        create_env_fn: A list with an id or a callable for each node, or one for `num_workers`.
+        policy: As for `MultiSyncCollector`.
+        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+
+    Examples:
+        >>> makers = ["CartPole-v1", "CartPole-v1"]
+        >>> with DistributedCollector(
+        ...     makers, frames_per_batch=100, total_frames=200, sync=True, launcher="mp"
+        ... ) as collector:
+        ...     [data.batch_size for data in collector]
+        [torch.Size([2, 50]), torch.Size([2, 50])]
+    """
+
+    _scope = "cluster"
+    _defaults: Mapping[str, Any] = {}
+    _deliveries: tuple[type, type] | None = None
+    """What delivers first come first served, and what delivers from all."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Return a collector that delivers as `sync` says."""
+        sync = {**cls._defaults, **options}.get("sync", False)
+        return object.__new__(cls if cls._deliveries is None else cls._deliveries[bool(sync)])
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        options = node_options({**self._defaults, **options})
+        self._world = find_world(options) if options.get("launcher") is None else None
+        if self._world is not None:
+            self._world.serve_unless_first()
+            if not isinstance(create_env_fn, (list, tuple)):
+                options.setdefault("num_workers", self._world.size - 1)
+        super().__init__(create_env_fn, policy, **options)
 
     def _place(self, count: int) -> Place:
-        secret = new_secret()
-        patience = 60.0
-        gate = Gate("127.0.0.1", 0, secret, patience)
-        medium = TorchMedium("gloo", "127.0.0.1", new_secret().hex(), patience)
-        invitation = Invitation("127.0.0.1", gate.port, secret, patience)
-        return RemotePlace(gate, medium, LocalLauncher(), invitation, 30)
+        options = self.options
+        secret = options.secret.encode() if options.secret else new_secret()
+        host = options.host or guess_host()
+        launcher = launcher_for(options.launcher, options.slurm_kwargs, self._world)
+        gate = Gate(host, options.tcp_port, secret, options.link_timeout)
+        try:
+            medium = medium_for(
+                options.backend,
+                host,
+                new_secret().hex(),
+                options.link_timeout,
+                visible_devices=options.visible_devices,
+                tensorpipe_options=options.tensorpipe_options,
+            )
+        except BaseException:
+            gate.close()
+            raise
+        invitation = Invitation(host, gate.port, secret, options.link_timeout)
+        return RemotePlace(gate, medium, launcher, invitation, options.launch_timeout)
 
 
-class DistributedSyncCollector(DistributedCollector, MultiSyncCollector):
-    pass
+class DistributedSyncCollector(DistributedCollector):
+    """`DistributedCollector` with `sync=True`.
+
+    Args:
+        create_env_fn: As for `DistributedCollector`.
+        policy: As for `DistributedCollector`.
+        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+    """
+
+    _defaults: Mapping[str, Any] = {"sync": True}
 
 
-class _DistributedAsyncCollector(DistributedCollector, MultiAsyncCollector):
-    pass
+class RPCCollector(DistributedCollector):
+    """`DistributedCollector` whose slabs and weights travel by `torch.distributed.rpc`.
+
+    Args:
+        create_env_fn: As for `DistributedCollector`.
+        policy: As for `DistributedCollector`.
+        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+    """
+
+    _defaults: Mapping[str, Any] = {"backend": "rpc"}
+
+
+for _kind in (DistributedCollector, DistributedSyncCollector, RPCCollector):
+    _kind.__signature__ = Options.signature("cluster")  # type: ignore[attr-defined]
+    _about = {"__module__": __name__, "__doc__": _kind.__doc__, "_deliveries": None}
+    _kind._deliveries = (
+        type(_kind.__name__, (_kind, MultiAsyncCollector), _about),
+        type(_kind.__name__, (_kind, MultiSyncCollector), _about),
+    )
