@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 from swath.envs.group import Group, close_all
 from swath.envs.gymnasium import GymGroup
@@ -68,6 +69,11 @@ class JoinedGroup(Group):
     def seed(self, seeds: Sequence[int]) -> None:
         for group, start, end in self.parts:
             group.seed(seeds[start:end])
+
+    def place(self, device: torch.device | None) -> torch.device:
+        for group, _, _ in self.parts:
+            group.place(device)
+        return torch.device("cpu")  # as seen from outside: the parts meet in a slab there
 
     def freeze(self, which: Sequence[int]) -> None:
         for group, start, end in self.parts:

@@ -196,6 +196,14 @@ class BatchedTorchEnv(abc.ABC):
     def _observe(self, state: Tensor) -> Observation:
         """Return what the policy sees of the states, in the dtype of `observation_space`."""
 
+    def to(self, device: torch.device | str) -> BatchedTorchEnv:
+        """Move the envs to a device, with all that they are doing, and return them."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        self.device = self._key.device
+        return self
+
     @property
     def state(self) -> Tensor:
         """The states `[N, ...]`; assigning copies into the same memory."""

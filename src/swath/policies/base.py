@@ -79,6 +79,8 @@ class Policy:
         """What it carries from step to step."""
         self.needs_is_init = False
         """Reads a flag that is True at the first step of an episode."""
+        self.device = torch.device("cpu")
+        """Where it computes."""
 
     def bound(self, slab: Slab, steps: int) -> AbstractContextManager[Act]:
         """Give the function that acts at step t of this slab; entered once per rollout."""

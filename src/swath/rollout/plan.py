@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,41 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 
 from swath.memory import HeapMemory, Layout, MemoryOrder, SharedMemory, Slab, SlabPool
+from swath.memory.weights import named_weights
+from swath.policies import policy_module
 from swath.rollout import columns, keys
 from swath.rollout.env import EnvGroup
 from swath.tree import Leaf
 
-__all__ = ["Filled", "Plan", "lend", "slab_for"]
+__all__ = ["Devices", "Filled", "Plan", "lend", "slab_for"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where envs, policy and batches live; None where nothing was said."""
+
+    env: torch.device | None = None
+    policy: torch.device | None = None
+    storing: torch.device | None = None
+
+    def settled(self, group: EnvGroup, policy: Any) -> tuple[torch.device, ...]:
+        """Return the three devices, after moving the envs if they can be moved.
+
+        A policy lives where its weights are, or beside the envs; batches are stored beside both, or
+        on the host.
+        """
+        env = group.place(_exact(self.env))
+        module = policy_module(policy)
+        weights = named_weights(module).values() if module is not None else ()
+        own = next((weight.device for weight in weights), env)
+        computes = _exact(self.policy) or own
+        stored = env if env == computes else torch.device("cpu")
+        return env, computes, _exact(self.storing) or stored
+
+
+def _exact(device: torch.device | None) -> torch.device | None:
+    """Return a device with its index, which the tensors that live there have."""
+    return None if device is None else torch.empty(0, device=device).device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +64,8 @@ class Plan:
     exploration_type: InteractionType = InteractionType.RANDOM
     memory_order: MemoryOrder = "time"
     compile_policy: dict[str, Any] | None = None
+    cudagraph: bool | str = "auto"
+    devices: Devices = field(default_factory=Devices)
     seed: int | None = None
     first_env: int = 0
     """The global index of the first env."""

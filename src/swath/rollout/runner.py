@@ -29,10 +29,11 @@ from swath.policies.base import Act
 from swath.rollout import columns, keys, loop
 from swath.rollout.env import CallFailed, EnvGroup
 from swath.rollout.plan import Filled, Plan, lend, slab_for
+from swath.rollout.streams import OwnStream
 from swath.rollout.warmup import RandomFrames
-from swath.seeding import RandomState, env_seed
+from swath.seeding import RandomState, env_seed, env_seeds
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "Settle"]
 
 Settle = Callable[[int, Sequence[int]], bool]
 
@@ -58,6 +59,10 @@ class Runner:
         self.interface = Interface(
             group.observation_space, group.action_space, n, batched=group.batched
         )
+        self.devices = plan.devices.settled(group, policy)
+        """Where envs, policy and batches live."""
+        self._gpu = next((one for one in self.devices[:2] if one.type == "cuda"), None)
+        self.stream = OwnStream(self._gpu or torch.device("cpu"))
         self.indices = range(plan.first_env, plan.first_env + n)
         first = plan.first_env if plan.first_stream is None else plan.first_stream
         self.streams = range(first, first + n)
@@ -77,7 +82,7 @@ class Runner:
         self._ends: list[tuple[int, int]] = []
         if plan.seed is not None:
             self.set_seed(plan.seed)
-        self.policy: Policy = as_policy(policy, self.interface, self.sampler)
+        self.policy = self._adapted(policy)
         if group.skips_rows and (self.policy.states or self.policy.needs_is_init):
             raise UsageError(
                 "a recurrent policy cannot be used with a vector env that resets in the next step: "
@@ -85,31 +90,32 @@ class Runner:
                 "autoreset_mode=AutoresetMode.SAME_STEP."
             )
         self._limits = _limits(group, plan.max_frames_per_traj)
-        self._carry: dict[Any, np.ndarray] = {}
+        self._carry: dict[Any, torch.Tensor] = {}
         self._needs_reset = True
         self._first_reset()
         self.layout = Layout(self._fields(), plan.steps, n, plan.memory_order)
-        self.pool = SlabPool(lambda: slab_for(group, self.layout))
+        self.pool = SlabPool(lambda: self._new_slab(self.layout))
 
     # -- construction ---------------------------------------------------------------------------
 
     def _first_reset(self) -> None:
         """Reset the envs into a slab of one step, and show the policy what it will see."""
-        slab_layout = Layout(self._env_fields(), 1, self.group.num_envs)
-        slab = slab_for(self.group, slab_layout)
-        columns.clear(slab)
-        carried = [p.field.key for p in slab_layout.places.values() if p.field.carried]
         with self._surroundings():
-            self._reset_all(slab)
-            self._carry = {key: slab.arrays[key][0].copy() for key in carried}
-            self._carry_dtypes = {key: slab.tensors[key].dtype for key in carried}
+            layout = Layout(self._env_fields(), 1, self.group.num_envs)
+            self._first = self._new_slab(layout)
+            columns.clear(self._first)
+            self._reset_all(self._first)
+            carried = [key for key, place in layout.places.items() if place.field.carried]
+            self._carry = {key: self._first.tensors[key][0].clone() for key in carried}
             self._show()
+
+    def _new_slab(self, layout: Layout) -> Slab:
+        return slab_for(self.group, layout)
 
     def _show(self) -> None:
         """Show the policy what it will see."""
-        index = slice(None) if self.interface.batched else 0
         rows = {
-            key: torch.from_numpy(np.array(row[index])).view(self._carry_dtypes[key])
+            key: (row if self.interface.batched else row[0]).to(self.policy.device, copy=True)
             for key, row in self._carry.items()
         }
         probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
@@ -117,9 +123,14 @@ class Runner:
     def use_policy(self, policy: Any) -> None:
         """Go on with another policy of the same form: a copy that nobody else changes."""
         self.user_policy = policy
-        self.policy = as_policy(policy, self.interface, self.sampler)
+        self.policy = self._adapted(policy)
         with self._surroundings():
             self._show()
+
+    def _adapted(self, policy: Any) -> Policy:
+        adapter = as_policy(policy, self.interface, self.sampler)
+        adapter.device = self.devices[1]
+        return adapter
 
     def _env_fields(self) -> list[Field]:
         """Return the fields that do not depend on what the policy writes."""
@@ -141,9 +152,9 @@ class Runner:
     def set_seed(self, seed: int) -> None:
         """Restart every random stream; the next rollout starts with fresh episodes."""
         self._seed = seed
-        self.group.seed([env_seed(seed, index) for index in self.streams])
+        self.group.seed(env_seeds(seed, self.streams))
         self.sampler.seed(seed)
-        self.random_state = RandomState(seed, self.streams[0])
+        self.random_state = RandomState(seed, self.streams[0], self._gpu)
         self._needs_reset = True
 
     def reset(self) -> None:
@@ -151,22 +162,25 @@ class Runner:
         self._needs_reset = True
 
     def _reset_all(self, slab: Slab) -> None:
-        n = self.group.num_envs
         try:
             self.group.bind(slab, bare=True).reset(0, None)
         except CallFailed as failure:
             raise self._located(failure) from failure.__cause__
         for key in columns.ROOT_FLAGS:
-            slab.arrays[key][0] = False
+            slab.tensors[key][0] = False
         for state in self.policy.states:
             slab.tensors[state.key][0] = state.initial
         if self.policy.needs_is_init:
-            slab.arrays[keys.IS_INIT][0] = True
+            slab.tensors[keys.IS_INIT][0] = True
+        self._new_trajectories()
+        self.frozen[:] = False
+        self._needs_reset = False
+
+    def _new_trajectories(self) -> None:
+        n = self.group.num_envs
         self.traj_ids = np.arange(self.next_traj_id, self.next_traj_id + n)
         self.next_traj_id += n
         self.episodes.forget()
-        self.frozen[:] = False
-        self._needs_reset = False
 
     @property
     def all_frozen(self) -> bool:
@@ -201,14 +215,7 @@ class Runner:
         self._filled, self._ends, self._versions = 0, [], [(0, self.version)]
         try:
             with self._surroundings():
-                self._begin(slab)
-                renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
-                self._envs = self.group.bind(slab, bare=True, eager=renews)
-                settle = _stopping(self._settler(slab), stop)
-                with self.policy.bound(slab, steps) as act:
-                    act = self.random_frames.wrap(act, self, slab, steps)
-                    act = self._refreshing(act, refresh)
-                    loop.run(steps, act, self._envs.step, settle, self.shares)
+                self._roll(slab, steps, refresh, stop)
         except CallFailed as failure:
             located = self._located(failure)
             self._keep_partial(slab, failure.completed)
@@ -230,6 +237,23 @@ class Runner:
             self.shares.wall += perf_counter() - started
         return self._finish(slab, self._filled)
 
+    def _roll(
+        self,
+        slab: Slab,
+        steps: int,
+        refresh: Callable[[], int] | None,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        """Fill the rows of a slab."""
+        self._begin(slab)
+        renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
+        self._envs = self.group.bind(slab, bare=True, eager=renews)
+        settle = _stopping(self._settler(slab), stop)
+        with self.policy.bound(slab, steps) as act:
+            act = self.random_frames.wrap(act, self, slab, steps)
+            act = self._refreshing(act, refresh)
+            loop.run(steps, act, self._envs.step, settle, self.shares)
+
     def lend(self, filled: Filled) -> TensorDict:
         """Return a rollout as a batch; its slab comes back when nobody views it any more."""
         return lend(self.pool, filled, self.interface.observations, self.interface.batch_shape)
@@ -237,6 +261,7 @@ class Runner:
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.stream.entered())
             if self.random_state is not None:
                 stack.enter_context(self.random_state.installed())
             stack.enter_context(torch.no_grad())
@@ -246,7 +271,7 @@ class Runner:
     def _begin(self, slab: Slab) -> None:
         columns.clear(slab)
         for key, row in self._carry.items():
-            slab.arrays[key][0] = row
+            slab.tensors[key][0] = row
         if self._needs_reset:
             self._reset_all(slab)
         self._next_limit = _NEVER
@@ -370,7 +395,7 @@ class Runner:
         reward = slab.arrays[keys.REWARD][:steps, :, 0]
         self.finished = self.episodes.add(reward, self._ends, mask)
         for key, row in self._carry.items():
-            row[...] = slab.arrays[key][steps]
+            row.copy_(slab.tensors[key][steps])
         self.steps_made += steps
         self.frames_made += frames
         return Filled(slab, steps, frames)
@@ -413,9 +438,9 @@ class Runner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next rollout depends on, the envs included where they pickle."""
-        random_state = self.random_state or RandomState.from_global()
+        random_state = self.random_state or RandomState.from_global(self._gpu)
         return {
-            "carry": {key: row.copy() for key, row in self._carry.items()},
+            "carry": {key: row.cpu().clone() for key, row in self._carry.items()},
             "needs_reset": self._needs_reset,
             "traj_ids": self.traj_ids.copy(),
             "next_traj_id": self.next_traj_id,
@@ -439,7 +464,7 @@ class Runner:
                 f"{sorted(state['carry'])}, this one {sorted(self._carry)}."
             )
         for key, row in state["carry"].items():
-            self._carry[key][...] = row
+            self._carry[key].copy_(row)
         self._needs_reset = state["needs_reset"]
         self.traj_ids[...] = state["traj_ids"]
         self.frozen[...] = state["frozen"]
@@ -447,7 +472,7 @@ class Runner:
         self.steps_made, self.frames_made = state["steps_made"], state["frames_made"]
         self._seed, self.random_frames.left = state["seed"], state["random_left"]
         self.sampler.load_state_dict(state["sampler"])
-        self.random_state = self.random_state or RandomState(0)
+        self.random_state = self.random_state or RandomState(0, gpu=self._gpu)
         self.random_state.load_state_dict(state["random_state"])
         self.episodes.load_state_dict(state["episodes"])
         if state["envs"] is None:

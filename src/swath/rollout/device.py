@@ -1,0 +1,284 @@
+"""Rollouts that never leave the device: torch-native envs with a policy beside them.
+
+```
+ carry --> row 0 --> act, step, settle by masks, T times --> carry        on a stream of our own,
+             '------------ eager, or one CUDA graph ---------'            the host waits for nothing
+                                   |
+                      static slab =copy=> slab that is lent; ids and versions over whole columns
+```
+
+A graph writes where it was recorded to write, so it has one static slab, and each rollout is copied
+from there in one piece: a graph for each slab would have to be recorded again whenever a user keeps
+a batch. docs/devices.md has what the copy costs.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from swath.errors import PolicyError, UsageError
+from swath.memory import DeviceMemory, Layout, Slab
+from swath.policies import ActionSampler, Interface, UniformPolicy
+from swath.policies.outputs import DISCRETE, bounds
+from swath.policies.probing import unchanged_buffers
+from swath.rollout import keys, loop
+from swath.rollout.env import BoundEnvs, EnvGroup
+from swath.rollout.graph import Graph, fingerprint, refusal
+from swath.rollout.ledger import Ledger
+from swath.rollout.plan import Filled, Plan
+from swath.rollout.runner import Runner, Settle
+from swath.seeding import RandomState
+from swath.tree import Key
+
+__all__ = ["DeviceRunner", "runner_for"]
+
+_RECORDINGS = 5
+"""A policy whose Python numbers change more often than so many times is not recorded again."""
+
+
+def runner_for(group: EnvGroup, policy: Any, plan: Plan) -> Runner:
+    """Return the runner whose rollouts stay on the device of the envs, if they can."""
+    env, computes, _ = plan.devices.settled(group, policy)
+    steps_by_mask = plan.reset_when_done and not plan.compact_obs and not plan.stop_at_first_end
+    stays = group.native and env.type != "cpu" and env == computes and steps_by_mask
+    return (DeviceRunner if stays else Runner)(group, policy, plan)
+
+
+class DeviceRunner(Runner):
+    """A `Runner` whose envs, policy and slabs are on one device; see there."""
+
+    def __init__(
+        self, group: EnvGroup, policy: Any, plan: Plan, sampler: ActionSampler | None = None
+    ) -> None:
+        self.device = device = group.place(None)
+        self.ledger = Ledger(group.num_envs, device, plan.first_traj_id)
+        self._bad = torch.zeros((), dtype=torch.bool, device=device)
+        self._told = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._graph: Graph | None = None
+        self._static: Slab | None = None
+        self._recordings = 0
+        self._limit = plan.max_frames_per_traj
+        self._played = self.ledger.lengths.clone()
+        super().__init__(group, policy, plan, sampler)
+        self._ranges = _ranges(self.interface, device)
+        self.no_graph: str | None = self._why_no_graph()
+        """Why the rollout is no CUDA graph; None if it is one."""
+        if plan.cudagraph is True and self.no_graph is not None:
+            raise UsageError(
+                f"cudagraph is True, but a rollout cannot be one CUDA graph: {self.no_graph}. "
+                'Change that, or pass "auto".'
+            )
+
+    def _new_slab(self, layout: Layout) -> Slab:
+        return Slab(layout, DeviceMemory(layout.nbytes, self.device))
+
+    def _new_trajectories(self) -> None:
+        self.ledger.restart()
+
+    @property
+    def open_ids(self) -> list[int]:
+        """The trajectories that go on in the next rollout."""
+        return [] if self._needs_reset else self.ledger.open_ids()
+
+    # -- a rollout ------------------------------------------------------------------------------
+
+    def collect(
+        self,
+        steps: int | None = None,
+        slab: Slab | None = None,
+        refresh: Callable[[], int] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Filled:
+        """Make one rollout; see `Runner.collect`.
+
+        Weights are taken once, before it, and it is not stopped on the way. A slab that is given is
+        on the host: the rollout is copied there, and complete when this returns.
+        """
+        if bool(self._told):  # by an earlier rollout, for which nobody has waited
+            raise PolicyError(
+                "the policy has chosen actions that are not finite or not in the action space "
+                f"{self.interface.action_space}, in an earlier rollout. Look for what it computes."
+            )
+        filled = super().collect(steps, None, refresh, None)
+        if slab is None:
+            return filled
+        self.stream.synchronize()
+        for key, rows in slab.tensors.items():
+            rows[: filled.steps].copy_(filled.slab.tensors[key][: filled.steps])
+        values, ends = self._outcome
+        self.finished = [(value, int(length)) for value, length in values[:, ends].T.tolist()]
+        self.pool.give_back(filled.slab)
+        return Filled(slab, filled.steps, filled.frames)
+
+    def _roll(self, slab: Slab, steps: int, refresh: Any, stop: Any) -> None:
+        if refresh is not None:
+            self.version = refresh()
+        if self._needs_reset:
+            self._reset_all(self._first)
+            for key, row in self._carry.items():
+                row.copy_(self._first.tensors[key][0])
+        self._played.copy_(self.ledger.lengths)
+        graph = self._graph_for(steps)
+        if graph is None:
+            self._body(slab, steps)
+        else:
+            graph.replay()
+            assert self._static is not None
+            slab.memory.block.copy_(self._static.memory.block)
+        self._filled = steps
+
+    def _body(self, slab: Slab, steps: int, group: EnvGroup | None = None) -> None:
+        """Make the steps; from here on nothing asks the device."""
+        for key, row in self._carry.items():
+            slab.tensors[key][0].copy_(row)
+        envs = (group or self.group).bind(slab)
+        with self.policy.bound(slab, steps) as act:
+            if group is None:  # else it is a trial
+                act = self.random_frames.laid_over(act, self, slab, steps)
+            loop.run(steps, act, envs.step, self._settled_by(slab, envs), self.shares)
+        for key, row in self._carry.items():
+            row.copy_(slab.tensors[key][steps])
+
+    def _settled_by(self, slab: Slab, envs: BoundEnvs) -> Settle:
+        """Return the function that closes row t: the ends of episodes are a mask."""
+        flags = (keys.NEXT_TERMINATED, keys.NEXT_TRUNCATED, keys.NEXT_DONE)
+        terminated, truncated, done = (slab.tensors[key][..., 0].unbind(0) for key in flags)
+        starts = slab.tensors.get(keys.IS_INIT)
+        states = [
+            (slab.tensors[s.key], slab.tensors[keys.following(s.key)], s.initial)
+            for s in self.policy.states
+        ]
+
+        def settle(t: int, ended: Sequence[int]) -> bool:
+            if self._limit is not None:
+                self._played.add_(1)
+                truncated[t].logical_or_(self._played >= self._limit)
+            torch.logical_or(terminated[t], truncated[t], out=done[t])
+            if self._limit is not None:
+                self._played.masked_fill_(done[t], 0)
+            envs.reset(t + 1, done[t])
+            for state, following, initial in states:
+                following[t].copy_(state[t + 1])
+                rows = done[t].view(-1, *[1] * initial.ndim)
+                torch.where(rows, initial, state[t + 1], out=state[t + 1])
+            if starts is not None:
+                starts[t + 1, :, 0].copy_(done[t])
+            self._filled = t + 1
+            return False
+
+        return settle
+
+    def _finish(self, slab: Slab, steps: int, mask: np.ndarray | None = None) -> Filled:
+        """Fill the columns that are known only now."""
+        plan, frames = self.plan, steps * self.group.num_envs
+        with self.stream.entered(), torch.no_grad():
+            rows = {key: column[:steps] for key, column in slab.tensors.items()}
+            if steps:
+                self._account(rows)
+            rows[keys.POLICY_VERSION].fill_(self.version)
+            if plan.marks_worker:
+                rows[keys.WORKER].fill_(plan.worker)
+            if keys.MASK in rows:
+                rows[keys.MASK].fill_(True)
+            if steps and (plan.reset_at_each_iter or plan.set_truncated):
+                rows[keys.NEXT_TRUNCATED][-1].logical_or_(~rows[keys.NEXT_DONE][-1])
+                rows[keys.NEXT_DONE][-1].fill_(True)
+                self._needs_reset |= plan.reset_at_each_iter
+        self.random_frames.left = max(0, self.random_frames.left - frames)
+        self.steps_made += steps
+        self.frames_made += frames
+        return Filled(slab, steps, frames)
+
+    def _account(self, rows: Mapping[Key, torch.Tensor]) -> None:
+        """Number trajectories, count episodes, and note actions that the space does not have."""
+        ends = done = rows[keys.NEXT_DONE][..., 0]
+        if self.plan.reset_at_each_iter:  # the cut episodes count, too
+            ends = done.clone()
+            ends[-1] = True
+        reward = rows[keys.REWARD][..., 0]
+        self._outcome = self.ledger.add(reward, done, ends, rows[keys.TRAJ_IDS]), ends
+        for key, limits in self._ranges.items():
+            action = rows[key]
+            wrong = ~action.isfinite() if limits is None else (action < limits[0]) | (action > limits[1])
+            self._bad.logical_or_(wrong.any())
+        self._told.copy_(self._bad, non_blocking=True)
+
+    # -- the graph ------------------------------------------------------------------------------
+
+    def _graph_for(self, steps: int) -> Graph | None:
+        """Return the graph of this rollout, recorded now if need be; None to make it step by step."""
+        if self.no_graph is not None or steps != self.plan.steps or self.random_frames.left:
+            return None
+        marks = fingerprint([*self.policy.modules, self.group.env])  # type: ignore[attr-defined]
+        if self._graph is not None and marks == self._marks:
+            return self._graph
+        self._graph = None  # its memory first
+        try:
+            if self._recordings == _RECORDINGS:
+                raise RuntimeError("its weights or numbers were exchanged again and again")
+            self._static = self._static or self._new_slab(self.layout)
+            self._graph = Graph(lambda: self._body(self._static, steps), self.device)
+        except Exception as error:
+            self.no_graph = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the rollout is no CUDA graph any more: {self.no_graph}", stacklevel=2)
+        self._marks, self._recordings = marks, self._recordings + 1
+        return self._graph
+
+    def _why_no_graph(self) -> str | None:
+        """Try two steps with a copy of the envs; return what speaks against recording them."""
+        wanted = self.plan.cudagraph
+        if wanted is False or self.device.type != "cuda":
+            return "it was not asked for" if wanted is False else "there is no CUDA device"
+        if isinstance(self.policy, UniformPolicy):
+            return "random actions are drawn on the host"
+        if wanted != True and not isinstance(self.user_policy, torch.nn.Module):  # noqa: E712
+            return "nobody can tell whether a function's variables change; cudagraph=True trusts it"
+        twin: Any = copy.copy(self.group)
+        try:
+            twin.env = copy.deepcopy(twin.env)
+        except Exception as error:  # whatever a user's env does when it is copied
+            return f"the env cannot be copied to try it ({type(error).__name__}: {error})"
+        parts = [*self.policy.modules, twin.env]  # type: ignore[attr-defined]
+        carry = {key: row.clone() for key, row in self._carry.items()}
+        try:
+            with self._surroundings(), RandomState.from_global(self.device).installed():
+                with unchanged_buffers(self.policy.modules):  # type: ignore[attr-defined]
+                    slab = self._new_slab(Layout(self._fields(), 2, self.group.num_envs))
+                    self._body(slab, 1, twin)  # what is made at the first call only
+                    marks = fingerprint(parts)
+                    why = refusal(lambda: self._body(slab, 1, twin))
+                    changed = sorted({name for name, _ in {*marks} ^ {*fingerprint(parts)}})
+        except Exception as error:
+            return f"a step raised {type(error).__name__}: {error}"
+        finally:
+            for key, row in carry.items():
+                self._carry[key].copy_(row)
+        return why or (f"each step exchanges {', '.join(changed)}" if changed else None)
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next rollout depends on."""
+        return {**super().state_dict(), "ledger": self.ledger.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        super().load_state_dict(state)
+        self.ledger.load_state_dict(state["ledger"])
+
+
+def _ranges(interface: Interface, device: torch.device) -> dict[Key, Any]:
+    """Return the least and greatest action of each leaf that has such; None if it must be finite."""
+    found: dict[Key, Any] = {}
+    for leaf in interface.actions:
+        if leaf.dtype.kind == "f":
+            found[leaf.key] = None
+        elif isinstance(leaf.space, DISCRETE):
+            found[leaf.key] = [torch.as_tensor(end, device=device) for end in bounds(leaf.space)]
+    return found
