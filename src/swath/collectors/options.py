@@ -10,13 +10,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from tensordict.nn import InteractionType
 
 from swath.errors import UsageError, nearest
 from swath.memory import MemoryOrder
+from swath.rollout import Devices
 
 __all__ = ["Options", "Scope"]
 
@@ -27,9 +28,11 @@ _LEAST = {
     "num_workers": 1,
     "max_lag": 0,
 }
+Device: TypeAlias = "str | torch.device | None"
+
 _OLD_NAMES = {
     "exploration_mode": "exploration_type",
-    "devices": "policy_device",
+    "devices": "device",
     "passing_devices": "storing_device",
     "update_after_each_batch": "update_at_each_batch",
     "update_interval": "max_weight_update_interval",
@@ -99,19 +102,23 @@ class Options:
     """Makes the policy; instead of `policy`."""
     compile_policy: bool | Mapping[str, Any] = False
     """Run the policy through `torch.compile`; a mapping holds its keyword arguments."""
+    cudagraph: bool | Literal["auto"] = "auto"
+    """Run a whole rollout of torch-native envs on a GPU as one CUDA graph: where it can be and the
+    policy is a module ("auto"), or else be refused (True)."""
     cudagraph_policy: bool = False
-    """Run the policy in a CUDA graph; needs a policy on a CUDA device."""
+    """Run the policy of envs on the CPU as a CUDA graph; needs a policy on a CUDA device."""
     update_at_each_batch: bool = False
     """Publish the weights between two batches, when you ask for the next, as
     `update_policy_weights_()` does."""
-    device: str | torch.device | None = None
-    """Sets the three below where they are not given."""
-    env_device: str | torch.device | None = None
-    """Where envs live."""
-    policy_device: str | torch.device | None = None
-    """Where the policy lives."""
-    storing_device: str | torch.device | None = None
-    """Where batches are delivered."""
+    device: Device | Sequence[Device] = None
+    """Sets the three below where they are not given. A list, here and there, is for workers."""
+    env_device: Device | Sequence[Device] = None
+    """Where torch-native envs live; those of gymnasium live on the CPU."""
+    policy_device: Device | Sequence[Device] = None
+    """Where the policy lives; where its weights are, by default. Elsewhere it is a copy that gets
+    its weights by `update_policy_weights_`."""
+    storing_device: Device | Sequence[Device] = None
+    """Where batches are delivered; beside envs and policy if they live together, by default."""
     create_env_kwargs: Mapping[str, Any] | None = None
     """Keyword arguments for the callable that makes the env."""
     seed: int | None = None
@@ -287,6 +294,7 @@ class Options:
                 raise UsageError(f"{name} must be True or False; got {value!r}.")
         _one_of("traj_format", self.traj_format, ("padded", "cat"))
         _one_of("memory_order", self.memory_order, ("time", "batch"))
+        _one_of("cudagraph", self.cudagraph, (True, False, "auto"))
         _one_of("cat_results", self.cat_results, ("stack", 0, -1))
         _one_of("on_worker_failure", self.on_worker_failure, ("raise", "restart"))
         self._check_reals()
@@ -312,8 +320,6 @@ class Options:
             given = getattr(self, name)
             for value in given if isinstance(given, (list, tuple)) else [given]:
                 _check_device(name, value)
-        if self.cudagraph_policy:
-            raise UsageError("cudagraph_policy needs a policy on a CUDA device.")
 
     def _check_combinations(self) -> None:
         whole = self.trajs_per_batch is not None
@@ -364,6 +370,20 @@ class Options:
         _one_of("exploration_type", name, choices)
         return InteractionType[str(name).upper()]
 
+    def devices(self, worker: int | None = None) -> Devices:
+        """Return where things are to live, for a worker or for the one process."""
+
+        def said(name: str) -> torch.device | None:
+            value = getattr(self, name)
+            if isinstance(value, (list, tuple)):
+                if worker is None:
+                    raise UsageError(f"{name} as a list is for collectors with workers.")
+                value = value[worker]
+            return None if value is None else torch.device(value)
+
+        names = ("env_device", "policy_device", "storing_device")
+        return Devices(*[said(name) or said("device") for name in names])
+
     @property
     def compile_arguments(self) -> dict[str, Any] | None:
         """Keyword arguments for `torch.compile`, or None to leave the policy as it is."""
@@ -379,8 +399,8 @@ def _check_device(name: str, value: Any) -> None:
         kind = torch.device(value).type
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"{name} is {value!r}, which is no torch device.") from error
-    if kind != "cpu":
-        raise UsageError(f"{name} is {value!r}; this version collects on the CPU only.")
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+        raise UsageError(f"{name} is {value!r}, and there is no such device here; use 'cpu'.")
 
 
 def _default(name: str) -> Any:

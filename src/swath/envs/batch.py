@@ -17,7 +17,7 @@ from swath.envs.group import Group, as_array, as_declared
 from swath.envs.info import vector_info_writer
 from swath.errors import UsageError
 from swath.memory import Slab
-from swath.rollout import CallFailed, keys
+from swath.rollout import BoundEnvs, CallFailed, keys
 from swath.tree import Leaf, fetch, key_name
 
 __all__ = ["BatchGroup", "NativeGroup"]
@@ -36,7 +36,7 @@ class BatchGroup(Group):
         self.resetting = np.zeros(num_envs, bool)
         """Envs whose next step is a reset."""
 
-    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> _BoundBatch:
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> BoundEnvs:
         return _BoundBatch(self, slab)
 
     def reset_envs(self, which: Sequence[int] | None) -> Any:
@@ -166,9 +166,7 @@ class NativeGroup(BatchGroup):
             self.env = self.env.to(device)
         return self.device
 
-    def bind(
-        self, slab: Slab, *, bare: bool = False, eager: bool = False
-    ) -> _BoundBatch | _BoundNative:
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> BoundEnvs:
         return _BoundBatch(self, slab) if slab.arrays else _BoundNative(self, slab)
 
     def seed(self, seeds: Sequence[int]) -> None:

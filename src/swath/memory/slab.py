@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from swath.memory.layout import ALIGNMENT, Layout
 from swath.tree import Key, nest

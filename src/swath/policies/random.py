@@ -76,7 +76,9 @@ class ActionSampler:
     def load_state_dict(self, state: tuple[int | None, list[Any] | None]) -> None:
         """Continue from what `state_dict` returned."""
         self.seed(state[0])
-        for generator, inner in zip(self._generators if state[1] else (), state[1] or (), strict=True):
+        for generator, inner in zip(
+            self._generators if state[1] else (), state[1] or (), strict=True
+        ):
             generator.bit_generator.state = inner
 
 

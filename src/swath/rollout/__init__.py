@@ -1,9 +1,11 @@
 """The one loop in which a policy meets envs, and what is carried from rollout to rollout."""
 
+from swath.rollout.describe import described
 from swath.rollout.device import DeviceRunner, runner_for
 from swath.rollout.env import BoundEnvs, CallFailed, EnvGroup
 from swath.rollout.plan import Devices, Filled, Plan, lend, slab_for
 from swath.rollout.runner import Runner
+from swath.rollout.transfer import Transfer
 
 __all__ = [
     "BoundEnvs",
@@ -14,6 +16,8 @@ __all__ = [
     "Filled",
     "Plan",
     "Runner",
+    "Transfer",
+    "described",
     "lend",
     "runner_for",
     "slab_for",

@@ -15,13 +15,13 @@ a batch. docs/devices.md has what the copy costs.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from swath.devices import Recorder, fingerprint, refusal
 from swath.errors import PolicyError, UsageError
 from swath.memory import DeviceMemory, Layout, Slab
 from swath.policies import ActionSampler, Interface, UniformPolicy
@@ -29,7 +29,6 @@ from swath.policies.outputs import DISCRETE, bounds
 from swath.policies.probing import unchanged_buffers
 from swath.rollout import keys, loop
 from swath.rollout.env import BoundEnvs, EnvGroup
-from swath.rollout.graph import Graph, fingerprint, refusal
 from swath.rollout.ledger import Ledger
 from swath.rollout.plan import Filled, Plan
 from swath.rollout.runner import Runner, Settle
@@ -37,9 +36,6 @@ from swath.seeding import RandomState
 from swath.tree import Key
 
 __all__ = ["DeviceRunner", "runner_for"]
-
-_RECORDINGS = 5
-"""A policy whose Python numbers change more often than so many times is not recorded again."""
 
 
 def runner_for(group: EnvGroup, policy: Any, plan: Plan) -> Runner:
@@ -60,20 +56,21 @@ class DeviceRunner(Runner):
         self.ledger = Ledger(group.num_envs, device, plan.first_traj_id)
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
         self._told = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
-        self._graph: Graph | None = None
         self._static: Slab | None = None
-        self._recordings = 0
         self._limit = plan.max_frames_per_traj
         self._played = self.ledger.lengths.clone()
         super().__init__(group, policy, plan, sampler)
         self._ranges = _ranges(self.interface, device)
-        self.no_graph: str | None = self._why_no_graph()
-        """Why the rollout is no CUDA graph; None if it is one."""
-        if plan.cudagraph is True and self.no_graph is not None:
+        self.graph = Recorder(self._record, self._parts, device, self._why_no_graph())
+        if plan.cudagraph is True and self.graph.why is not None:
             raise UsageError(
-                f"cudagraph is True, but a rollout cannot be one CUDA graph: {self.no_graph}. "
+                f"cudagraph is True, but a rollout cannot be one CUDA graph: {self.graph.why}. "
                 'Change that, or pass "auto".'
             )
+
+    @property
+    def _home(self) -> torch.device:
+        return self.device
 
     def _new_slab(self, layout: Layout) -> Slab:
         return Slab(layout, DeviceMemory(layout.nbytes, self.device))
@@ -124,14 +121,19 @@ class DeviceRunner(Runner):
             for key, row in self._carry.items():
                 row.copy_(self._first.tensors[key][0])
         self._played.copy_(self.ledger.lengths)
-        graph = self._graph_for(steps)
-        if graph is None:
-            self._body(slab, steps)
-        else:
-            graph.replay()
+        whole = steps == self.plan.steps and not self.random_frames.left
+        if whole and self.graph.ready():
             assert self._static is not None
+            self.graph.replay()
             slab.memory.block.copy_(self._static.memory.block)
+        else:
+            self._body(slab, steps)
         self._filled = steps
+
+    def _record(self) -> None:
+        """Do what the graph is to do."""
+        self._static = self._static or self._new_slab(self.layout)
+        self._body(self._static, self.plan.steps)
 
     def _body(self, slab: Slab, steps: int, group: EnvGroup | None = None) -> None:
         """Make the steps; from here on nothing asks the device."""
@@ -183,6 +185,7 @@ class DeviceRunner(Runner):
                 self._account(rows)
             rows[keys.POLICY_VERSION].fill_(self.version)
             if plan.marks_worker:
+                assert plan.worker is not None
                 rows[keys.WORKER].fill_(plan.worker)
             if keys.MASK in rows:
                 rows[keys.MASK].fill_(True)
@@ -205,30 +208,20 @@ class DeviceRunner(Runner):
         self._outcome = self.ledger.add(reward, done, ends, rows[keys.TRAJ_IDS]), ends
         for key, limits in self._ranges.items():
             action = rows[key]
-            wrong = ~action.isfinite() if limits is None else (action < limits[0]) | (action > limits[1])
+            wrong = (
+                ~action.isfinite()
+                if limits is None
+                else (action < limits[0]) | (action > limits[1])
+            )
             self._bad.logical_or_(wrong.any())
         self._told.copy_(self._bad, non_blocking=True)
 
     # -- the graph ------------------------------------------------------------------------------
 
-    def _graph_for(self, steps: int) -> Graph | None:
-        """Return the graph of this rollout, recorded now if need be; None to make it step by step."""
-        if self.no_graph is not None or steps != self.plan.steps or self.random_frames.left:
-            return None
-        marks = fingerprint([*self.policy.modules, self.group.env])  # type: ignore[attr-defined]
-        if self._graph is not None and marks == self._marks:
-            return self._graph
-        self._graph = None  # its memory first
-        try:
-            if self._recordings == _RECORDINGS:
-                raise RuntimeError("its weights or numbers were exchanged again and again")
-            self._static = self._static or self._new_slab(self.layout)
-            self._graph = Graph(lambda: self._body(self._static, steps), self.device)
-        except Exception as error:
-            self.no_graph = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the rollout is no CUDA graph any more: {self.no_graph}", stacklevel=2)
-        self._marks, self._recordings = marks, self._recordings + 1
-        return self._graph
+    def _parts(self, group: Any = None) -> list[Any]:
+        """Return the objects on which a rollout depends."""
+        group = group or self.group
+        return [*self.policy.modules, group.env]
 
     def _why_no_graph(self) -> str | None:
         """Try two steps with a copy of the envs; return what speaks against recording them."""
@@ -244,21 +237,21 @@ class DeviceRunner(Runner):
             twin.env = copy.deepcopy(twin.env)
         except Exception as error:  # whatever a user's env does when it is copied
             return f"the env cannot be copied to try it ({type(error).__name__}: {error})"
-        parts = [*self.policy.modules, twin.env]  # type: ignore[attr-defined]
         carry = {key: row.clone() for key, row in self._carry.items()}
         try:
             with self._surroundings(), RandomState.from_global(self.device).installed():
-                with unchanged_buffers(self.policy.modules):  # type: ignore[attr-defined]
+                with unchanged_buffers(self.policy.modules):
                     slab = self._new_slab(Layout(self._fields(), 2, self.group.num_envs))
                     self._body(slab, 1, twin)  # what is made at the first call only
-                    marks = fingerprint(parts)
+                    marks = fingerprint(self._parts(twin))
                     why = refusal(lambda: self._body(slab, 1, twin))
-                    changed = sorted({name for name, _ in {*marks} ^ {*fingerprint(parts)}})
+                    others = {*marks} ^ {*fingerprint(self._parts(twin))}
         except Exception as error:
             return f"a step raised {type(error).__name__}: {error}"
         finally:
             for key, row in carry.items():
                 self._carry[key].copy_(row)
+        changed = sorted({name for name, _ in others})
         return why or (f"each step exchanges {', '.join(changed)}" if changed else None)
 
     # -- the rest -------------------------------------------------------------------------------
@@ -274,7 +267,7 @@ class DeviceRunner(Runner):
 
 
 def _ranges(interface: Interface, device: torch.device) -> dict[Key, Any]:
-    """Return the least and greatest action of each leaf that has such; None if it must be finite."""
+    """Return the least and greatest action of each leaf, or None if it must only be finite."""
     found: dict[Key, Any] = {}
     for leaf in interface.actions:
         if leaf.dtype.kind == "f":

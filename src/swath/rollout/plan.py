@@ -11,11 +11,12 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType
 
-from swath.memory import HeapMemory, Layout, MemoryOrder, SharedMemory, Slab, SlabPool
+from swath.memory import HeapMemory, Layout, MemoryOrder, PinnedMemory, SharedMemory, Slab, SlabPool
 from swath.memory.weights import named_weights
 from swath.policies import policy_module
 from swath.rollout import columns, keys
 from swath.rollout.env import EnvGroup
+from swath.rollout.transfer import Transfer
 from swath.tree import Leaf
 
 __all__ = ["Devices", "Filled", "Plan", "lend", "slab_for"]
@@ -65,6 +66,7 @@ class Plan:
     memory_order: MemoryOrder = "time"
     compile_policy: dict[str, Any] | None = None
     cudagraph: bool | str = "auto"
+    cudagraph_policy: bool = False
     devices: Devices = field(default_factory=Devices)
     seed: int | None = None
     first_env: int = 0
@@ -91,24 +93,33 @@ class Filled:
     """Which rows of a broken rollout are frames, `[steps, N]`; None if all are."""
 
 
-def slab_for(group: EnvGroup, layout: Layout) -> Slab:
-    """Return a slab that these envs can write into."""
-    memory = SharedMemory if group.needs_shared_memory else HeapMemory
+def slab_for(group: EnvGroup, layout: Layout, pinned: bool = False) -> Slab:
+    """Return a slab that these envs can write into, `pinned` for a GPU to read if that can be."""
+    memory = SharedMemory if group.needs_shared_memory else PinnedMemory if pinned else HeapMemory
     return Slab(layout, memory(layout.nbytes))
 
 
 def lend(
-    pool: SlabPool, filled: Filled, observations: Sequence[Leaf], lead: tuple[int, ...]
+    pool: SlabPool,
+    filled: Filled,
+    observations: Sequence[Leaf],
+    lead: tuple[int, ...],
+    transfer: Transfer | None = None,
 ) -> TensorDict:
-    """Return a rollout as a batch `[*lead, T]` of views on its slab, which comes back by itself."""
+    """Return a rollout as a batch `[*lead, T]` of views on its slab, which comes back by itself.
+
+    With a transfer, on a slab of the device where batches are stored.
+    """
     slab, steps = filled.slab, filled.steps
     table = None
     if keys.FINAL in slab.arrays:
         table = columns.final_table(slab, observations, steps, filled.mask)
+    if transfer is not None:
+        slab, pool = transfer.move(slab, pool.give_back), transfer.pool
     batch = pool.lend(slab, steps, lead)
     if table is not None:
         batch.set(keys.FINAL_OBS, table)
     if filled.mask is not None:
         mask = torch.from_numpy(filled.mask).T.reshape(*lead, steps)
-        batch.set(keys.MASK, mask.contiguous())
+        batch.set(keys.MASK, mask.contiguous().to(slab.device))
     return batch

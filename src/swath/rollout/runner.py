@@ -21,15 +21,16 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import set_interaction_type
 
+from swath.devices import OwnStream
 from swath.errors import EnvError, PolicyError, SwathError, UsageError
 from swath.memory import Field, Layout, Slab, SlabPool
 from swath.observe import Episodes, Shares
-from swath.policies import ActionSampler, Interface, Policy, as_policy, probe
-from swath.policies.base import Act
+from swath.policies import ActionSampler, Interface, Policy, State, as_policy, probe
+from swath.policies.base import Act, TorchPolicy
 from swath.rollout import columns, keys, loop
 from swath.rollout.env import CallFailed, EnvGroup
 from swath.rollout.plan import Filled, Plan, lend, slab_for
-from swath.rollout.streams import OwnStream
+from swath.rollout.transfer import Transfer
 from swath.rollout.warmup import RandomFrames
 from swath.seeding import RandomState, env_seed, env_seeds
 
@@ -95,6 +96,9 @@ class Runner:
         self._first_reset()
         self.layout = Layout(self._fields(), plan.steps, n, plan.memory_order)
         self.pool = SlabPool(lambda: self._new_slab(self.layout))
+        self.transfer: Transfer | None = None
+        if self._first.device != self.devices[2]:
+            self.transfer = Transfer(self.layout, self._first.device, self.devices[2])
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -110,7 +114,7 @@ class Runner:
             self._show()
 
     def _new_slab(self, layout: Layout) -> Slab:
-        return slab_for(self.group, layout)
+        return slab_for(self.group, layout, pinned=self._gpu is not None)
 
     def _show(self) -> None:
         """Show the policy what it will see."""
@@ -130,7 +134,16 @@ class Runner:
     def _adapted(self, policy: Any) -> Policy:
         adapter = as_policy(policy, self.interface, self.sampler)
         adapter.device = self.devices[1]
+        if isinstance(adapter, TorchPolicy):
+            adapter.graphed = self.plan.cudagraph_policy
+        kept = self._home
+        adapter.states = [State(state.key, state.initial.to(kept)) for state in adapter.states]
         return adapter
+
+    @property
+    def _home(self) -> torch.device:
+        """Where slabs are written."""
+        return torch.device("cpu")
 
     def _env_fields(self) -> list[Field]:
         """Return the fields that do not depend on what the policy writes."""
@@ -211,6 +224,8 @@ class Runner:
         """
         steps = self.plan.steps if steps is None else steps
         started = perf_counter()
+        if self.transfer is not None:
+            self.transfer.reclaim()
         slab = self.pool.take() if slab is None else slab
         self._filled, self._ends, self._versions = 0, [], [(0, self.version)]
         try:
@@ -256,7 +271,8 @@ class Runner:
 
     def lend(self, filled: Filled) -> TensorDict:
         """Return a rollout as a batch; its slab comes back when nobody views it any more."""
-        return lend(self.pool, filled, self.interface.observations, self.interface.batch_shape)
+        lead = self.interface.batch_shape
+        return lend(self.pool, filled, self.interface.observations, lead, self.transfer)
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:

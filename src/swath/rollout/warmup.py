@@ -63,7 +63,11 @@ class RandomFrames:
 
     def laid_over(self, act: Act, runner: Runner, slab: Slab, steps: int) -> Act:
         """Do what `wrap` does for a slab on a device, where every row is a frame."""
-        column, n, leaves = slab.tensors.get(keys.RANDOM), slab.layout.envs, runner.interface.actions
+        column, n, leaves = (
+            slab.tensors.get(keys.RANDOM),
+            slab.layout.envs,
+            runner.interface.actions,
+        )
         if column is None:
             return act
         uniform = isinstance(runner.policy, UniformPolicy)
@@ -79,7 +83,9 @@ class RandomFrames:
             if field.key[-1].endswith("log_prob"):
                 values = _log_prob(field, leaves, flat).reshape(rows, n, *field.shape)
                 placed[field.key] = values.astype(np.float32)
-        tensors = [(slab.tensors[key], torch.from_numpy(v).to(column.device)) for key, v in placed.items()]
+        tensors = [
+            (slab.tensors[key], torch.from_numpy(v).to(column.device)) for key, v in placed.items()
+        ]
 
         def act_at_random(t: int) -> None:
             act(t)
