@@ -1,0 +1,56 @@
+"""`python -m bench.gpu`: the tables of docs/devices.md, and all samples as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import native
+from bench.gpu.turns import race, summary
+
+SIZES = (1024, 4096, 16384, 65536, 262144)
+
+
+def native_rows(rounds: int, seconds: float, sizes: tuple[int, ...]) -> dict[str, Any]:
+    rows = {}
+    for envs in sizes:
+        speeds = race(native.contestants(envs), rounds, seconds)
+        row = summary(speeds, native.AGAINST)
+        row.update(summary({**speeds}, {"swath graph": "bare graph"}))
+        rows[f"native CartPole, {envs} envs"] = {"speeds": speeds, "summary": row}
+        show(f"native CartPole, {envs} envs", row)
+    return rows
+
+
+def show(name: str, row: dict[str, float]) -> None:
+    cells = [
+        f"{key}: {value:.2f}" if " / " in key else f"{key}: {value:,.0f}"
+        for key, value in row.items()
+    ]
+    print(f"{name:32} " + " | ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="native,hybrid,workers,memory")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}", flush=True)
+    rows: dict[str, Any] = {}
+    sizes = tuple(int(size) for size in given.sizes.split(","))
+    if "native" in given.only:
+        rows.update(native_rows(given.rounds, given.seconds, sizes))
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "gpu.json").write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
