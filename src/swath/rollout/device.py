@@ -77,6 +77,7 @@ class DeviceRunner(Runner):
 
     def _new_trajectories(self) -> None:
         self.ledger.restart()
+        self.episodes.forget()
 
     @property
     def open_ids(self) -> list[int]:
@@ -108,8 +109,8 @@ class DeviceRunner(Runner):
         self.stream.synchronize()
         for key, rows in slab.tensors.items():
             rows[: filled.steps].copy_(filled.slab.tensors[key][: filled.steps])
-        values, ends = self._outcome
-        self.finished = [(value, int(length)) for value, length in values[:, ends].T.tolist()]
+        reward = slab.arrays[keys.REWARD][: filled.steps, :, 0]
+        self.finished = self.episodes.add(reward, self._noted.nonzero().tolist(), None)
         self.pool.give_back(filled.slab)
         return Filled(slab, filled.steps, filled.frames)
 
@@ -201,19 +202,14 @@ class DeviceRunner(Runner):
     def _account(self, rows: Mapping[Key, torch.Tensor]) -> None:
         """Number trajectories, count episodes, and note actions that the space does not have."""
         ends = done = rows[keys.NEXT_DONE][..., 0]
-        if self.plan.reset_at_each_iter:  # the cut episodes count, too
+        if self.plan.reset_at_each_iter or self.plan.set_truncated:  # below, `done` is changed
             ends = done.clone()
-            ends[-1] = True
-        reward = rows[keys.REWARD][..., 0]
-        self._outcome = self.ledger.add(reward, done, ends, rows[keys.TRAJ_IDS]), ends
-        for key, limits in self._ranges.items():
-            action = rows[key]
-            wrong = (
-                ~action.isfinite()
-                if limits is None
-                else (action < limits[0]) | (action > limits[1])
-            )
-            self._bad.logical_or_(wrong.any())
+            ends[-1].logical_or_(torch.full_like(ends[-1], self.plan.reset_at_each_iter))
+        self._noted = ends
+        self.ledger.add(rows[keys.REWARD][..., 0], done, ends, rows[keys.TRAJ_IDS])
+        for key, (low, high) in self._ranges.items():
+            least, greatest = rows[key].flatten(0, 1).aminmax(dim=0)
+            self._bad.logical_or_((~((least >= low) & (greatest <= high))).any())
         self._told.copy_(self._bad, non_blocking=True)
 
     # -- the graph ------------------------------------------------------------------------------
@@ -266,12 +262,15 @@ class DeviceRunner(Runner):
         self.ledger.load_state_dict(state["ledger"])
 
 
-def _ranges(interface: Interface, device: torch.device) -> dict[Key, Any]:
-    """Return the least and greatest action of each leaf, or None if it must only be finite."""
-    found: dict[Key, Any] = {}
+def _ranges(interface: Interface, device: torch.device) -> dict[Key, list[torch.Tensor]]:
+    """Return the least and greatest action of each leaf: of a Box, any that are finite."""
+    found = {}
     for leaf in interface.actions:
         if leaf.dtype.kind == "f":
-            found[leaf.key] = None
+            ends = np.finfo(leaf.dtype).min, np.finfo(leaf.dtype).max
         elif isinstance(leaf.space, DISCRETE):
-            found[leaf.key] = [torch.as_tensor(end, device=device) for end in bounds(leaf.space)]
+            ends = bounds(leaf.space)
+        else:
+            continue
+        found[leaf.key] = [torch.as_tensor(end, device=device) for end in ends]
     return found

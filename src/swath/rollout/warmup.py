@@ -71,11 +71,11 @@ class RandomFrames:
         if column is None:
             return act
         uniform = isinstance(runner.policy, UniformPolicy)
-        column.copy_(torch.arange(column.numel()).view_as(column) < self.left)
         rows = min(steps, -(-self.left // n))
         if uniform or not rows:
             column.fill_(uniform)
             return act
+        column.copy_(torch.arange(column.numel()).view_as(column) < self.left)
         draws = self._sampler.draw(rows)
         placed = {leaf.key: draw for leaf, draw in zip(leaves, draws, strict=True)}
         flat = [draw.reshape(-1, *draw.shape[2:]) for draw in draws]
