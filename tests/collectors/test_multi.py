@@ -818,7 +818,7 @@ def test_bad_input_is_refused_at_construction():
             ([3], {}, "workers make their own"),
             ([CountingEnv] * 2, {"frames_per_batch": [5]}, "1 entries for 2 workers"),
             ([CountingEnv] * 2, {"create_env_kwargs": [{}]}, "1 entries for 2 workers"),
-            ([CountingEnv] * 2, {"devices": ["cpu"] * 3}, "policy_device has 3 entries for 2"),
+            ([CountingEnv] * 2, {"devices": ["cpu"] * 3}, "device has 3 entries for 2"),
             ([CountingEnv] * 2, {"num_thread": 2}, "Did you mean 'num_threads'"),
             ([CountingEnv] * 2, {"worker_timeout": 0}, "worker_timeout"),
             ([CountingEnv] * 2, {"on_worker_failure": "ignore"}, "on_worker_failure"),

@@ -96,6 +96,9 @@ class BaseCollector(abc.ABC):
         options = self.options
         if options.split_trajs:
             batch = split_trajectories(batch)
+        storing = options.storing_device or options.device
+        if options.assembles and isinstance(storing, (str, torch.device)):
+            batch = batch.to(storing)
         if options.postproc is not None:
             batch = options.postproc(batch)
         if options.post_collect_hook is not None:

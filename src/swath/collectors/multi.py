@@ -28,9 +28,11 @@ from swath.collectors.options import Options, Scope
 from swath.collectors.single import checked_seed, plan_of
 from swath.errors import UsageError
 from swath.links import unpack
+from swath.memory import Layout
+from swath.memory.weights import WeightBlock
 from swath.observe import Episodes, Shares
 from swath.policies import policy_module
-from swath.rollout import Plan
+from swath.rollout import Plan, Transfer
 from swath.workers.crew import Crew
 from swath.workers.messages import (
     Acknowledge,
@@ -102,7 +104,11 @@ class MultiCollector(BaseCollector):
         self._forms: Ready = ready[0]
         for number in numbers:
             check_equal(self._forms, ready[number], number)
-        self._block = self._crew.place.weights(self._crew, self._forms.weights)
+        self._described = [ready[number].devices for number in numbers]
+        spec = self._forms.weights
+        if len({ready[number].weights.gpu for number in numbers}) > 1:
+            spec = replace(spec, gpu=None)  # no one GPU sees them all
+        self._spec, self._block = spec, self._crew.place.weights(self._crew, spec)
         for number in numbers:
             self._block.begin(number)
 
@@ -111,7 +117,8 @@ class MultiCollector(BaseCollector):
         plans = []
         quotas = split(self.options.init_random_frames, self._firsts, self._envs)
         for number, (steps, quota) in enumerate(zip(self._steps(), quotas, strict=True)):
-            plan = plan_of(self.options, steps)
+            plan = plan_of(self.options, steps, number)
+            plan = replace(plan, devices=replace(plan.devices, storing=torch.device("cpu")))
             plans.append(
                 replace(
                     plan,
@@ -124,6 +131,26 @@ class MultiCollector(BaseCollector):
                 )
             )
         return plans
+
+    def _transfer(self, layout: Layout, worker: int) -> Transfer | None:
+        """Return what brings the rollouts of a worker to where batches are stored."""
+        storing = self.options.devices(worker).storing
+        if storing is None or storing.type == "cpu":
+            return None
+        return Transfer(layout, torch.device("cpu"), torch.empty(0, device=storing).device)
+
+    def describe(self) -> str:
+        """Return the device plan: what lives where in each worker, what is copied when."""
+        parts = []
+        for text in dict.fromkeys(self._described):
+            who = [str(number) for number, one in enumerate(self._described) if one == text]
+            parts.append(f"workers {', '.join(who)}\n{text}")
+        spec = self._spec
+        by_ipc = spec.gpu is not None and isinstance(self._block, WeightBlock)
+        how = f"from {spec.gpu} by CUDA IPC" if by_ipc else "through memory of the host"
+        stored = [str(self.options.devices(w).storing or "cpu") for w in range(self.num_workers)]
+        parts.append(f"weights      {how}, {spec.nbytes:,} bytes an update")
+        return "\n".join([*parts, f"batches      {', '.join(dict.fromkeys(stored))}"])
 
     def _place(self, count: int) -> Place | None:
         """Return where so many workers run; None for processes of this machine."""

@@ -14,7 +14,7 @@ from swath.collectors.multi import MultiCollector
 from swath.collectors.options import Options
 from swath.collectors.single import steps_for
 from swath.memory import Layout, Slab, SlabPool
-from swath.rollout import Filled, lend
+from swath.rollout import Filled, Transfer, lend
 from swath.workers.messages import Died, Failed, Rolled
 
 __all__ = ["AsyncCollector", "MultiAsyncCollector"]
@@ -65,12 +65,14 @@ class MultiAsyncCollector(MultiCollector):
         self._ready: list[tuple[_Order, TensorDict, int]] = []
         self._order_numbers = itertools.count()
         self._frozen: set[int] = set()
+        self._transfers: dict[int, Transfer | None] = {}
         super()._start()
         self._pools = [self._new_pool(worker) for worker in range(self.num_workers)]
 
     def _new_pool(self, worker: int) -> SlabPool:
         envs, plan = self._envs[worker], self._plans[worker]
         layout = Layout(self._forms.fields, plan.steps, envs, plan.memory_order)
+        self._transfers[worker] = self._transfer(layout, worker)
         return SlabPool(lambda: self._slabs.make(layout, {worker: (0, envs)}))
 
     def _steps(self) -> list[int]:
@@ -114,7 +116,8 @@ class MultiAsyncCollector(MultiCollector):
     def _lent(self, worker: int, filled: Filled) -> TensorDict:
         interface = self._forms.interface
         lead = (self._envs[worker],) if interface.batched else ()
-        return lend(self._pools[worker], filled, interface.observations, lead)
+        transfer = self._transfers[worker]
+        return lend(self._pools[worker], filled, interface.observations, lead, transfer)
 
     def _order(self, frames_left: float, wanted: int) -> None:
         """Order as many rollouts as may be under way, for those first who have fewest.

@@ -69,6 +69,13 @@ class MultiSyncCollector(MultiCollector):
         }
         self._pool = SlabPool(lambda: self._slabs.make(layout, self._spans))
         self._lead = self._arranged()
+        storing = {self.options.devices(number).storing for number in range(self.num_workers)}
+        if len(storing) > 1:
+            raise UsageError(
+                f"storing_device is {sorted(map(str, storing))}; a batch of all workers is stored "
+                "on one device. Give one, or use MultiAsyncCollector."
+            )
+        self._moved = self._transfer(layout, 0)
 
     def _steps(self) -> list[int]:
         frames = self.options.frames_per_batch
@@ -210,6 +217,7 @@ class MultiSyncCollector(MultiCollector):
             Filled(done.slab, steps, frames, mask_beside),
             self._forms.interface.observations,
             self._lead,
+            self._moved,
         )
         return self._concatenated(batch, done), frames
 

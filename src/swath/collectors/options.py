@@ -100,6 +100,9 @@ class Options:
     """Anything with `extend`: batches go there, and iteration yields None."""
     policy_factory: Callable[[], Any] | None = None
     """Makes the policy; instead of `policy`."""
+    env_groups: int = 1
+    """Let so many groups of envs take turns: one steps while a GPU computes the actions of another.
+    A batch stays as it is."""
     compile_policy: bool | Mapping[str, Any] = False
     """Run the policy through `torch.compile`; a mapping holds its keyword arguments."""
     cudagraph: bool | Literal["auto"] = "auto"
@@ -243,6 +246,7 @@ class Options:
         each = self.frames_per_batch
         for frames in each if isinstance(each, (list, tuple)) else [each]:
             _at_least("frames_per_batch", frames, 1, "frames over all envs in a batch")
+        _at_least("env_groups", self.env_groups, 1, "")
         _at_least("num_threads", self.num_threads, 1, "")
         _at_least("max_restarts", self.max_restarts, 0, "")
         _at_least("num_workers_per_collector", self.num_workers_per_collector, 1, "")
@@ -382,7 +386,15 @@ class Options:
             return None if value is None else torch.device(value)
 
         names = ("env_device", "policy_device", "storing_device")
-        return Devices(*[said(name) or said("device") for name in names])
+        env, policy, storing = [said(name) or said("device") for name in names]
+        if self.assembles:
+            storing = torch.device("cpu")
+        return Devices(env, policy, storing)
+
+    @property
+    def assembles(self) -> bool:
+        """Trajectories are put together on the host; batches go to where they are stored then."""
+        return self.split_trajs or self.trajs_per_batch is not None
 
     @property
     def compile_arguments(self) -> dict[str, Any] | None:
@@ -415,7 +427,8 @@ def _at_least(name: str, value: Any, least: int, remark: str) -> None:
 
 def _one_of(name: str, value: Any, choices: Any) -> None:
     if value not in choices:
-        hint = nearest(value, choices) if isinstance(value, str) else ""
+        names = [choice for choice in choices if isinstance(choice, str)]
+        hint = nearest(value, names) if isinstance(value, str) else ""
         raise UsageError(
             f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.{hint}"
         )

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from swath.collectors.base import BaseCollector
 from swath.collectors.options import Options
-from swath.envs import as_group
+from swath.envs import as_group, parted
 from swath.errors import UsageError
 from swath.links import pack, unpack
 from swath.memory.weights import WeightSpec, copy_weights, named_weights
@@ -52,7 +52,8 @@ class Collector(BaseCollector):
         self._own_policy: torch.nn.Module | None = None
         self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
         super().__init__(parsed)
-        self.group = as_group(create_env_fn, parsed.create_env_kwargs)
+        group = as_group(create_env_fn, parsed.create_env_kwargs)
+        self.group = group if parsed.env_groups == 1 else parted(group, parsed.env_groups)
         try:
             plan = plan_of(parsed, steps_for(parsed.frames_per_batch, self.group.num_envs))
             self._runner = runner_for(self.group, self._placed(policy, plan), plan)
@@ -205,6 +206,7 @@ class Collector(BaseCollector):
             )
         self._runner.load_state_dict(state)
         if self._own_policy is not None:
+            self._published = None
             copy_weights(self._module(), self._own_policy)
 
 
@@ -245,6 +247,7 @@ def plan_of(options: Options, steps: int, worker: int | None = None) -> Plan:
         compile_policy=options.compile_arguments,
         cudagraph=options.cudagraph,
         cudagraph_policy=options.cudagraph_policy,
+        env_groups=options.env_groups,
         devices=options.devices(worker),
         seed=options.seed,
     )

@@ -1,6 +1,7 @@
 """Environments: gymnasium, vector, torch-native, TorchRL; one interface to the loop."""
 
 from swath.envs.base import Env
+from swath.envs.joined import parted
 from swath.envs.make import as_group, is_env
 from swath.envs.native import BatchedTorchEnv, TorchCartPole, TorchEnv, TorchPendulum
 from swath.envs.parallel import ParallelEnv
@@ -17,4 +18,5 @@ __all__ = [
     "TorchPendulum",
     "as_group",
     "is_env",
+    "parted",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,21 @@ from swath.tree import Key
 if TYPE_CHECKING:
     from swath.policies.base import TorchPolicy
 
-__all__ = ["Staging"]
+__all__ = ["StagedAct", "Staging"]
+
+
+@dataclass(frozen=True)
+class StagedAct:
+    """Acts at step t in two halves, between which the host may do something else."""
+
+    launch: Callable[[int], None]
+    """Queues it."""
+    finish: Callable[[int], None]
+    """Waits for it and writes the answers."""
+
+    def __call__(self, t: int) -> None:
+        self.launch(t)
+        self.finish(t)
 
 
 class Staging:
@@ -62,7 +77,7 @@ class Staging:
         self._inner: Callable[..., Any] = policy.policy
         self._run: Callable[[], None] = self._infer
 
-    def bind(self, inner: Callable[..., Any], slab: Slab) -> Callable[[int], None]:
+    def bind(self, inner: Callable[..., Any], slab: Slab) -> StagedAct:
         """Return `act(t)` for this slab."""
         self._inner = inner
         if self._policy.graphed and self.graph is None:
@@ -73,16 +88,6 @@ class Staging:
                 warnings.warn(f"cudagraph_policy has no effect: {self.graph.why}", stacklevel=2)
         ready = self.graph is not None and self.graph.ready()
         self._run = self.graph.replay if ready and self.graph else self._infer
-        launch, finish = self.halves(slab)
-
-        def act(t: int) -> None:
-            launch(t)
-            finish(t)
-
-        return act
-
-    def halves(self, slab: Slab) -> tuple[Callable[[int], None], Callable[[int], None]]:
-        """Return what queues step t of a slab, and what waits for it and writes the answers."""
         batched = self._policy.interface.batched
         rows = [slab.rows(key, batched) for key in self._reads]
         direct = len(rows) == 1 and slab.memory.block.is_pinned() and rows[0][0].is_contiguous()
@@ -106,7 +111,7 @@ class Staging:
             for write, answer in zip(writes, self._answers, strict=True):
                 write(t, answer)
 
-        return launch, finish
+        return StagedAct(launch, finish)
 
     def _infer(self) -> None:
         """Call the policy on what is in one block, and put what it answers into the other."""

@@ -69,7 +69,7 @@ class DeviceRunner(Runner):
             )
 
     @property
-    def _home(self) -> torch.device:
+    def home(self) -> torch.device:
         return self.device
 
     def _new_slab(self, layout: Layout) -> Slab:
@@ -119,7 +119,7 @@ class DeviceRunner(Runner):
             self.version = refresh()
         if self._needs_reset:
             self._reset_all(self._first)
-            for key, row in self._carry.items():
+            for key, row in self.carry.items():
                 row.copy_(self._first.tensors[key][0])
         self._played.copy_(self.ledger.lengths)
         whole = steps == self.plan.steps and not self.random_frames.left
@@ -129,7 +129,7 @@ class DeviceRunner(Runner):
             slab.memory.block.copy_(self._static.memory.block)
         else:
             self._body(slab, steps)
-        self._filled = steps
+        self.filled = steps
 
     def _record(self) -> None:
         """Do what the graph is to do."""
@@ -138,14 +138,14 @@ class DeviceRunner(Runner):
 
     def _body(self, slab: Slab, steps: int, group: EnvGroup | None = None) -> None:
         """Make the steps; from here on nothing asks the device."""
-        for key, row in self._carry.items():
+        for key, row in self.carry.items():
             slab.tensors[key][0].copy_(row)
         envs = (group or self.group).bind(slab)
         with self.policy.bound(slab, steps) as act:
             if group is None:  # else it is a trial
                 act = self.random_frames.laid_over(act, self, slab, steps)
             loop.run(steps, act, envs.step, self._settled_by(slab, envs), self.shares)
-        for key, row in self._carry.items():
+        for key, row in self.carry.items():
             row.copy_(slab.tensors[key][steps])
 
     def _settled_by(self, slab: Slab, envs: BoundEnvs) -> Settle:
@@ -172,7 +172,7 @@ class DeviceRunner(Runner):
                 torch.where(rows, initial, state[t + 1], out=state[t + 1])
             if starts is not None:
                 starts[t + 1, :, 0].copy_(done[t])
-            self._filled = t + 1
+            self.filled = t + 1
             return False
 
         return settle
@@ -233,7 +233,7 @@ class DeviceRunner(Runner):
             twin.env = copy.deepcopy(twin.env)
         except Exception as error:  # whatever a user's env does when it is copied
             return f"the env cannot be copied to try it ({type(error).__name__}: {error})"
-        carry = {key: row.clone() for key, row in self._carry.items()}
+        carry = {key: row.clone() for key, row in self.carry.items()}
         try:
             with self._surroundings(), RandomState.from_global(self.device).installed():
                 with unchanged_buffers(self.policy.modules):
@@ -246,7 +246,7 @@ class DeviceRunner(Runner):
             return f"a step raised {type(error).__name__}: {error}"
         finally:
             for key, row in carry.items():
-                self._carry[key].copy_(row)
+                self.carry[key].copy_(row)
         changed = sorted({name for name, _ in others})
         return why or (f"each step exchanges {', '.join(changed)}" if changed else None)
 

@@ -67,6 +67,7 @@ class Plan:
     compile_policy: dict[str, Any] | None = None
     cudagraph: bool | str = "auto"
     cudagraph_policy: bool = False
+    env_groups: int = 1
     devices: Devices = field(default_factory=Devices)
     seed: int | None = None
     first_env: int = 0

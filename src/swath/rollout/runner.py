@@ -29,6 +29,7 @@ from swath.policies import ActionSampler, Interface, Policy, State, as_policy, p
 from swath.policies.base import Act, TorchPolicy
 from swath.rollout import columns, keys, loop
 from swath.rollout.env import CallFailed, EnvGroup
+from swath.rollout.lanes import Lanes
 from swath.rollout.plan import Filled, Plan, lend, slab_for
 from swath.rollout.transfer import Transfer
 from swath.rollout.warmup import RandomFrames
@@ -79,7 +80,7 @@ class Runner:
         self.partial: Filled | None = None
         self.finished: list[tuple[float, int]] = []
         """Return and length of the episodes that ended in the last rollout."""
-        self._filled = 0
+        self.filled = 0
         self._ends: list[tuple[int, int]] = []
         if plan.seed is not None:
             self.set_seed(plan.seed)
@@ -91,7 +92,7 @@ class Runner:
                 "autoreset_mode=AutoresetMode.SAME_STEP."
             )
         self._limits = _limits(group, plan.max_frames_per_traj)
-        self._carry: dict[Any, torch.Tensor] = {}
+        self.carry: dict[Any, torch.Tensor] = {}
         self._needs_reset = True
         self._first_reset()
         self.layout = Layout(self._fields(), plan.steps, n, plan.memory_order)
@@ -99,6 +100,7 @@ class Runner:
         self.transfer: Transfer | None = None
         if self._first.device != self.devices[2]:
             self.transfer = Transfer(self.layout, self._first.device, self.devices[2])
+        self._lanes = Lanes(self) if plan.env_groups > 1 else None
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class Runner:
             columns.clear(self._first)
             self._reset_all(self._first)
             carried = [key for key, place in layout.places.items() if place.field.carried]
-            self._carry = {key: self._first.tensors[key][0].clone() for key in carried}
+            self.carry = {key: self._first.tensors[key][0].clone() for key in carried}
             self._show()
 
     def _new_slab(self, layout: Layout) -> Slab:
@@ -120,7 +122,7 @@ class Runner:
         """Show the policy what it will see."""
         rows = {
             key: (row if self.interface.batched else row[0]).to(self.policy.device, copy=True)
-            for key, row in self._carry.items()
+            for key, row in self.carry.items()
         }
         probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
 
@@ -130,18 +132,23 @@ class Runner:
         self.policy = self._adapted(policy)
         with self._surroundings():
             self._show()
+            self._lanes = Lanes(self) if self.plan.env_groups > 1 else None
 
     def _adapted(self, policy: Any) -> Policy:
         adapter = as_policy(policy, self.interface, self.sampler)
-        adapter.device = self.devices[1]
+        adapter.device = device = self.devices[1]
+        if self.plan.cudagraph_policy and device.type != "cuda":
+            raise UsageError(
+                f"cudagraph_policy needs a policy on a CUDA device; it is on {device}. Give a "
+                "policy_device, or leave it out."
+            )
         if isinstance(adapter, TorchPolicy):
             adapter.graphed = self.plan.cudagraph_policy
-        kept = self._home
-        adapter.states = [State(state.key, state.initial.to(kept)) for state in adapter.states]
+        adapter.states = [State(one.key, one.initial.to(self.home)) for one in adapter.states]
         return adapter
 
     @property
-    def _home(self) -> torch.device:
+    def home(self) -> torch.device:
         """Where slabs are written."""
         return torch.device("cpu")
 
@@ -227,7 +234,7 @@ class Runner:
         if self.transfer is not None:
             self.transfer.reclaim()
         slab = self.pool.take() if slab is None else slab
-        self._filled, self._ends, self._versions = 0, [], [(0, self.version)]
+        self.filled, self._ends, self._versions = 0, [], [(0, self.version)]
         try:
             with self._surroundings():
                 self._roll(slab, steps, refresh, stop)
@@ -236,7 +243,7 @@ class Runner:
             self._keep_partial(slab, failure.completed)
             raise located from failure.__cause__
         except BaseException as error:
-            step = self.steps_made + self._filled
+            step = self.steps_made + self.filled
             self._keep_partial(slab)
             called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
             policys = isinstance(error, Exception) and not isinstance(error, EnvError)
@@ -250,7 +257,7 @@ class Runner:
             raise PolicyError(text, **where) from cause
         finally:
             self.shares.wall += perf_counter() - started
-        return self._finish(slab, self._filled)
+        return self._finish(slab, self.filled)
 
     def _roll(
         self,
@@ -261,6 +268,13 @@ class Runner:
     ) -> None:
         """Fill the rows of a slab."""
         self._begin(slab)
+        if self._lanes is not None and not self.random_frames.left:
+            self._envs = self.group.bind(slab)
+            refreshed = self._refreshing(lambda t: None, refresh)
+            self._lanes.roll(
+                slab, steps, lambda s, span: _stopping(self._settler(s, span), stop), refreshed
+            )
+            return
         renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
         self._envs = self.group.bind(slab, bare=True, eager=renews)
         settle = _stopping(self._settler(slab), stop)
@@ -286,7 +300,7 @@ class Runner:
 
     def _begin(self, slab: Slab) -> None:
         columns.clear(slab)
-        for key, row in self._carry.items():
+        for key, row in self.carry.items():
             slab.tensors[key][0] = row
         if self._needs_reset:
             self._reset_all(slab)
@@ -312,16 +326,17 @@ class Runner:
 
         return act_fresh
 
-    def _settler(self, slab: Slab) -> Settle:
-        """Return the function that closes row t of this slab."""
-        pairs = self._pairs(slab)
+    def _settler(self, slab: Slab, span: tuple[int, int] | None = None) -> Settle:
+        """Return the function that closes row t of this slab, or of some of its envs."""
+        pairs = self._pairs(slab if span is None else slab.part(*span))
+        span = span or (0, self.group.num_envs)
 
         def settle(t: int, ended: Sequence[int]) -> bool:
             for following, current in pairs:
                 following[t] = current[t + 1]
             if len(ended) or t >= self._next_limit:
-                return self._end(slab, t, ended)
-            self._filled = t + 1
+                return self._end(slab, t, ended, span)
+            self.filled = t + 1
             return False
 
         return settle
@@ -331,20 +346,20 @@ class Runner:
         without_next = self.plan.compact_obs or self._envs.eager
         return columns.next_pairs(slab, self.interface, self.policy, without_next)
 
-    def _end(self, slab: Slab, t: int, ended: Sequence[int]) -> bool:
+    def _end(self, slab: Slab, t: int, ended: Sequence[int], span: tuple[int, int]) -> bool:
         """Close the episodes that ended at step t and start the next ones; True stops."""
         renewed = set(ended) if self._envs.eager else ()
         if t >= self._next_limit:
-            ended = self._truncate(slab, t, ended)
+            ended = self._truncate(slab, t, ended, span)
         if not len(ended):  # the limit was one of an episode that has ended before
-            self._filled = t + 1
+            self.filled = t + 1
             return False
         # Plain loops: mostly one env ends at a time, and a numpy index costs more than all of this.
         done = slab.arrays[keys.NEXT_DONE]
         for i in ended:
             done[t, i] = True
             self._ends.append((t, i))
-        self._filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
+        self.filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
         left = [i for i in ended if i not in renewed] if renewed else ended
         if self.plan.compact_obs and len(left):
             columns.keep_final(slab, self.interface, t, np.asarray(left))
@@ -373,11 +388,13 @@ class Runner:
         if self.policy.needs_is_init:
             slab.arrays[keys.IS_INIT][t, which] = True
 
-    def _truncate(self, slab: Slab, t: int, ended: Sequence[int]) -> Sequence[int]:
-        """Add the envs whose trajectory has reached its longest allowed length."""
+    def _truncate(
+        self, slab: Slab, t: int, ended: Sequence[int], span: tuple[int, int]
+    ) -> Sequence[int]:
+        """Add the envs of a span whose trajectory has reached its longest allowed length."""
         assert self._limits is not None
         live = np.flatnonzero(~self.frozen).tolist()
-        over = [i for i in live if self._last_steps[i] <= t]
+        over = [i for i in live if self._last_steps[i] <= t and span[0] <= i < span[1]]
         for i in over:
             slab.arrays[keys.NEXT_TRUNCATED][t, i] = True
             self._last_steps[i] = t + self._limits[i]
@@ -410,7 +427,7 @@ class Runner:
                 self._needs_reset = True
         reward = slab.arrays[keys.REWARD][:steps, :, 0]
         self.finished = self.episodes.add(reward, self._ends, mask)
-        for key, row in self._carry.items():
+        for key, row in self.carry.items():
             row.copy_(slab.tensors[key][steps])
         self.steps_made += steps
         self.frames_made += frames
@@ -423,7 +440,7 @@ class Runner:
 
         The envs start new episodes afterwards.
         """
-        rows, mask = self._filled, None
+        rows, mask = self.filled, None
         if len(completed):
             which = np.asarray(completed)
             for following, current in self._pairs(slab):
@@ -443,7 +460,7 @@ class Runner:
         text = failure.message or (
             f"the env raised {type(cause).__name__}: {cause} in {failure.call}; see the cause above"
         )
-        step = self.steps_made + self._filled
+        step = self.steps_made + self.filled
         if failure.index is None:
             return EnvError(text, worker=self.plan.worker, step=step, seed=self._seed)
         index = self.indices[failure.index]
@@ -456,7 +473,7 @@ class Runner:
         """Return all that the next rollout depends on, the envs included where they pickle."""
         random_state = self.random_state or RandomState.from_global(self._gpu)
         return {
-            "carry": {key: row.cpu().clone() for key, row in self._carry.items()},
+            "carry": {key: row.cpu().clone() for key, row in self.carry.items()},
             "needs_reset": self._needs_reset,
             "traj_ids": self.traj_ids.copy(),
             "next_traj_id": self.next_traj_id,
@@ -474,13 +491,13 @@ class Runner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        if set(state["carry"]) != set(self._carry):
+        if set(state["carry"]) != set(self.carry):
             raise UsageError(
                 "this state belongs to a collector with other keys: it carries "
-                f"{sorted(state['carry'])}, this one {sorted(self._carry)}."
+                f"{sorted(state['carry'])}, this one {sorted(self.carry)}."
             )
         for key, row in state["carry"].items():
-            self._carry[key].copy_(row)
+            self.carry[key].copy_(row)
         self._needs_reset = state["needs_reset"]
         self.traj_ids[...] = state["traj_ids"]
         self.frozen[...] = state["frozen"]

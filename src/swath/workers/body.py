@@ -20,7 +20,7 @@ from swath.memory import HeapMemory, Memory, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec, named_weights
 from swath.observe import Shares
 from swath.policies import made_by, policy_module
-from swath.rollout import Runner
+from swath.rollout import described, runner_for
 from swath.workers.messages import (
     Acknowledge,
     Attach,
@@ -84,14 +84,17 @@ class Worker:
         policy = unpack(self._job.policy)
         if self._job.makes_policy:
             policy = made_by(policy)
-        self._runner = Runner(self._group, policy, message.plan)
         module = policy_module(policy)
+        if module is not None:
+            module.to(message.plan.devices.settled(self._group, policy)[1])
+        self._runner = runner_for(self._group, policy, message.plan)
         self._weights = {} if module is None else named_weights(module)
         if not self._port.shares_memory:  # weights come by themselves, into memory of our own
             spec = WeightSpec.of(module)
             self._block = WeightBlock(spec, 1, HeapMemory(WeightBlock.nbytes(spec, 1)))
         fields = [place.field for place in self._runner.layout.places.values()]
-        self._port.send(Ready(self._runner.interface, fields, WeightSpec.of(module)))
+        plan = described(self._runner, module is not None)
+        self._port.send(Ready(self._runner.interface, fields, WeightSpec.of(module), plan))
 
     def run(self) -> None:
         """Follow messages until the one that says to end."""
@@ -131,7 +134,11 @@ class Worker:
         self._slabs.pop(message.slab, None)  # it may be another worker's, or of one before us
 
     def _use_block(self, message: Weights, memory: Memory) -> None:
-        self._block = WeightBlock(message.spec, message.readers, memory)
+        on_gpu = None
+        if message.handle is not None:
+            opened, arguments = message.handle
+            on_gpu = opened(*arguments)
+        self._block = WeightBlock(message.spec, message.readers, memory, on_gpu)
         self._reader = message.reader
         if isinstance(memory, SharedMemory):
             memory.close_descriptor()
@@ -157,7 +164,7 @@ class Worker:
 
     def _take_state(self, message: TakeState) -> None:
         self._runner.version = self._newest()  # as the next rollout would
-        weights = {name: value.detach() for name, value in self._weights.items()}
+        weights = {name: value.detach().cpu() for name, value in self._weights.items()}
         self._port.send(State(pack((self._runner.state_dict(), weights), "the state")))
 
     @torch.no_grad()

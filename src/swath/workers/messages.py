@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +74,8 @@ class Weights:
     readers: int
     reader: int
     """Which of them the worker is."""
+    handle: Any = None
+    """How to open the memory of a GPU that holds them."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,8 @@ class Ready:
     interface: Interface
     fields: Sequence[Field]
     weights: WeightSpec
+    devices: str = ""
+    """The device plan, in words."""
 
 
 @dataclass(frozen=True)

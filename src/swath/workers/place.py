@@ -15,6 +15,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
 from swath.links import Link, ProcessLink
 from swath.memory import Layout, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec
@@ -161,11 +164,17 @@ class _SharedSlabs:
 class _SharedWeights(WeightBlock):
     def __init__(self, crew: Crew, spec: WeightSpec) -> None:
         self._own = SharedMemory(self.nbytes(spec, len(crew)))
-        super().__init__(spec, len(crew), self._own)
+        self._shared: torch.Tensor | None = None
+        if spec.gpu is not None:  # weights go from GPU to GPU, by CUDA IPC
+            size = (2 * len(crew) + 2) * spec.nbytes
+            self._shared = torch.empty(size, dtype=torch.uint8, device=spec.gpu)
+        super().__init__(spec, len(crew), self._own, self._shared)
         self._crew = crew
 
     def begin(self, worker: int) -> None:
-        message = Weights(self.spec, len(self._crew), worker)
+        share: Any = reduce_tensor
+        handle = None if self._shared is None else share(self._shared)
+        message = Weights(self.spec, len(self._crew), worker, handle)
         self._crew.tell(worker, message, [self._own])
 
     def close(self) -> None:

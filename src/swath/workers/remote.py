@@ -236,7 +236,9 @@ class _Part:
 
     @property
     def block(self) -> np.ndarray:
-        return self.own.memory.array
+        array = self.own.memory.array
+        assert array is not None
+        return array
 
     def arrived(self) -> None:
         if self.own is not self.slab:
