@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu import native
+from bench.gpu import hybrid, memory, native, workers
 from bench.gpu.turns import race, summary
 
 SIZES = (1024, 4096, 16384, 65536, 262144)
@@ -23,6 +23,31 @@ def native_rows(rounds: int, seconds: float, sizes: tuple[int, ...]) -> dict[str
         row.update(summary({**speeds}, {"swath graph": "bare graph"}))
         rows[f"native CartPole, {envs} envs"] = {"speeds": speeds, "summary": row}
         show(f"native CartPole, {envs} envs", row)
+    return rows
+
+
+def hybrid_rows(rounds: int, seconds: float) -> dict[str, Any]:
+    rows = {}
+    for work in hybrid.WORKS:
+        for envs in (8, 64, 256):
+            speeds = race(hybrid.contestants(work, envs), rounds, seconds)
+            row = summary(speeds, {"swath, 2 groups, graph": "TorchRL", "swath": "bare loop"})
+            rows[f"{work}, {envs} envs"] = {"speeds": speeds, "summary": row}
+            show(f"{work}, {envs} envs", row)
+    return rows
+
+
+def worker_rows(rounds: int, seconds: float) -> dict[str, Any]:
+    speeds = race(workers.contestants(), rounds, seconds)
+    row = summary(speeds, {})
+    show("112 CartPoles", row)
+    return {"112 CartPoles": {"speeds": speeds, "summary": row}}
+
+
+def memory_rows() -> dict[str, Any]:
+    rows = {"memory over 1,000 rollouts": memory.flat(), "bytes of a frame": memory.moved()}
+    for name, row in rows.items():
+        show(name, row)
     return rows
 
 
@@ -48,6 +73,12 @@ def main() -> None:
     sizes = tuple(int(size) for size in given.sizes.split(","))
     if "native" in given.only:
         rows.update(native_rows(given.rounds, given.seconds, sizes))
+    if "hybrid" in given.only:
+        rows.update(hybrid_rows(given.rounds, given.seconds))
+    if "workers" in given.only:
+        rows.update(worker_rows(given.rounds, given.seconds))
+    if "memory" in given.only:
+        rows.update(memory_rows())
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "gpu.json").write_text(json.dumps(rows, indent=1))
 

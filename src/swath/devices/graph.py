@@ -9,6 +9,7 @@ Python holds (`policy.epsilon`) must be those of the recording: `fingerprint` se
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -75,6 +76,9 @@ class Recorder:
         # In a mode in which other threads may use the device meanwhile.
         stream = torch.cuda.current_stream(self._device)
         recording = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()  # an old graph that is freed now would break the new one
         try:
             with unvalidated(), recording:
                 self._work()
@@ -83,6 +87,9 @@ class Recorder:
             generator = torch.cuda.default_generators[self._device.index]
             generator.graphsafe_set_state(generator.clone_state())
             raise
+        finally:
+            if collects:
+                gc.enable()
         return graph
 
 

@@ -15,7 +15,7 @@ a batch. docs/devices.md has what the copy costs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,18 +103,28 @@ class DeviceRunner(Runner):
                 "the policy has chosen actions that are not finite or not in the action space "
                 f"{self.interface.action_space}, in an earlier rollout. Look for what it computes."
             )
-        filled = super().collect(steps, None, refresh, None)
-        if slab is None:
-            return filled
+        try:
+            filled = super().collect(steps, None, refresh, None)
+        except Exception:
+            if slab is not None and self.partial is not None:
+                self.partial = self._put(self.partial, slab)
+            raise
+        return filled if slab is None else self._put(filled, slab)
+
+    def _put(self, filled: Filled, slab: Slab) -> Filled:
+        """Copy a rollout into a slab of the host."""
+        steps = filled.steps
         self.stream.synchronize()
         for key, rows in slab.tensors.items():
-            rows[: filled.steps].copy_(filled.slab.tensors[key][: filled.steps])
-        reward = slab.arrays[keys.REWARD][: filled.steps, :, 0]
-        self.finished = self.episodes.add(reward, self._noted.nonzero().tolist(), None)
+            rows[:steps].copy_(filled.slab.tensors[key][:steps])
+        if steps:
+            reward, ends = slab.arrays[keys.REWARD][:steps, :, 0], self._noted.nonzero().tolist()
+            self.finished = self.episodes.add(reward, ends, None)
         self.pool.give_back(filled.slab)
-        return Filled(slab, filled.steps, filled.frames)
+        return Filled(slab, steps, filled.frames)
 
     def _roll(self, slab: Slab, steps: int, refresh: Any, stop: Any) -> None:
+        self._closed = False
         if refresh is not None:
             self.version = refresh()
         if self._needs_reset:
@@ -129,12 +139,14 @@ class DeviceRunner(Runner):
             slab.memory.block.copy_(self._static.memory.block)
         else:
             self._body(slab, steps)
-        self.filled = steps
+            self._close(slab, steps)
+        self.filled, self._closed = steps, True
 
     def _record(self) -> None:
         """Do what the graph is to do."""
         self._static = self._static or self._new_slab(self.layout)
         self._body(self._static, self.plan.steps)
+        self._close(self._static, self.plan.steps)
 
     def _body(self, slab: Slab, steps: int, group: EnvGroup | None = None) -> None:
         """Make the steps; from here on nothing asks the device."""
@@ -178,35 +190,35 @@ class DeviceRunner(Runner):
         return settle
 
     def _finish(self, slab: Slab, steps: int, mask: np.ndarray | None = None) -> Filled:
-        """Fill the columns that are known only now."""
-        plan, frames = self.plan, steps * self.group.num_envs
+        """Fill what only the host knows, and take over what the next rollout needs."""
+        frames = steps * self.group.num_envs
         with self.stream.entered(), torch.no_grad():
-            rows = {key: column[:steps] for key, column in slab.tensors.items()}
-            if steps:
-                self._account(rows)
-            rows[keys.POLICY_VERSION].fill_(self.version)
-            if plan.marks_worker:
-                assert plan.worker is not None
-                rows[keys.WORKER].fill_(plan.worker)
-            if keys.MASK in rows:
-                rows[keys.MASK].fill_(True)
-            if steps and (plan.reset_at_each_iter or plan.set_truncated):
-                rows[keys.NEXT_TRUNCATED][-1].logical_or_(~rows[keys.NEXT_DONE][-1])
-                rows[keys.NEXT_DONE][-1].fill_(True)
-                self._needs_reset |= plan.reset_at_each_iter
+            if steps and not self._closed:  # it broke
+                self._close(slab, steps)
+            slab.tensors[keys.POLICY_VERSION][:steps].fill_(self.version)
+        self._needs_reset |= self.plan.reset_at_each_iter and steps > 0
         self.random_frames.left = max(0, self.random_frames.left - frames)
         self.steps_made += steps
         self.frames_made += frames
         return Filled(slab, steps, frames)
 
-    def _account(self, rows: Mapping[Key, torch.Tensor]) -> None:
-        """Number trajectories, count episodes, and note actions that the space does not have."""
+    def _close(self, slab: Slab, steps: int) -> None:
+        """Fill whole columns; number trajectories, count episodes, note actions out of range."""
+        plan, rows = self.plan, {key: column[:steps] for key, column in slab.tensors.items()}
         ends = done = rows[keys.NEXT_DONE][..., 0]
-        if self.plan.reset_at_each_iter or self.plan.set_truncated:  # below, `done` is changed
-            ends = done.clone()
-            ends[-1].logical_or_(torch.full_like(ends[-1], self.plan.reset_at_each_iter))
+        if plan.reset_at_each_iter or plan.set_truncated:
+            ends = done.clone()  # without the ends that are none
+            if plan.reset_at_each_iter:
+                ends[-1].fill_(True)
         self._noted = ends
         self.ledger.add(rows[keys.REWARD][..., 0], done, ends, rows[keys.TRAJ_IDS])
+        if ends is not done:
+            rows[keys.NEXT_TRUNCATED][-1].logical_or_(~rows[keys.NEXT_DONE][-1])
+            rows[keys.NEXT_DONE][-1].fill_(True)
+        if plan.worker is not None and plan.marks_worker:
+            rows[keys.WORKER].fill_(plan.worker)
+        if keys.MASK in rows:
+            rows[keys.MASK].fill_(True)
         for key, (low, high) in self._ranges.items():
             least, greatest = rows[key].flatten(0, 1).aminmax(dim=0)
             self._bad.logical_or_((~((least >= low) & (greatest <= high))).any())

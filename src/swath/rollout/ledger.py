@@ -54,8 +54,10 @@ class Ledger:
         """
         begun = done.flatten().long()
         begun[0] += self._next_id - 1
-        begun = begun.cumsum(0).view_as(ids)
-        table = torch.cat([self._ids[None], torch.where(done, begun, 0)])
+        begun = begun.cumsum(0).view(done.shape)
+        table = begun.new_empty(len(done) + 1, done.shape[1])
+        table[0].copy_(self._ids)
+        torch.mul(begun, done, out=table[1:])
         table = table.cummax(0).values  # ids only grow
         ids.copy_(table[:-1])
         self._ids.copy_(table[-1])

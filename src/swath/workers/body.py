@@ -120,6 +120,7 @@ class Worker:
                 except Exception as error:
                     self._port.send(Failed(pack_error(error)))
         finally:
+            self._block = None  # memory of a GPU is given back by hand
             self._group.close()
 
     def _attach(self, message: Attach, memory: Memory) -> None:

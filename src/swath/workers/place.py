@@ -179,3 +179,7 @@ class _SharedWeights(WeightBlock):
 
     def close(self) -> None:
         self._own.close_descriptor()
+        if self._shared is not None:
+            self._shared = None
+            self._buffers.clear()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
