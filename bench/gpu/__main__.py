@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ SIZES = (1024, 4096, 16384, 65536, 262144)
 
 def native_rows(rounds: int, seconds: float, sizes: tuple[int, ...]) -> dict[str, Any]:
     rows = {}
-    for envs in sizes:
-        speeds = race(native.contestants(envs), rounds, seconds)
-        row = summary(speeds, native.AGAINST)
-        row.update(summary({**speeds}, {"swath graph": "bare graph"}))
-        rows[f"native CartPole, {envs} envs"] = {"speeds": speeds, "summary": row}
-        show(f"native CartPole, {envs} envs", row)
+    for fused, envs in itertools.product((False, True), sizes):
+        name = f"CartPole{', fused' if fused else ''}, {envs} envs"
+        speeds = race(native.contestants(envs, fused), rounds, seconds)
+        row = summary(speeds, {"swath graph": "TorchRL"})
+        row.update(summary(speeds, {"swath graph": "bare graph"}))
+        rows[name] = {"speeds": speeds, "summary": row}
+        show(name, row)
     return rows
 
 

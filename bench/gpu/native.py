@@ -16,6 +16,11 @@ STEPS = 32
 DEVICE = torch.device("cuda", 0)
 
 
+def cartpoles(envs: int, fused: bool) -> TorchCartPole:
+    env = TorchCartPole(envs, DEVICE)
+    return env.compile() if fused else env
+
+
 def policy() -> nn.Module:
     return Greedy(4, 2, seed=3).to(DEVICE)
 
@@ -23,9 +28,9 @@ def policy() -> nn.Module:
 class Swath:
     """swath's `Collector`, with the whole rollout as one graph or step by step."""
 
-    def __init__(self, envs: int, cudagraph: bool) -> None:
+    def __init__(self, envs: int, cudagraph: bool, fused: bool = False) -> None:
         self.collector = Collector(
-            TorchCartPole(envs, DEVICE),
+            cartpoles(envs, fused),
             policy(),
             frames_per_batch=envs * STEPS,
             cudagraph=cudagraph,
@@ -45,8 +50,8 @@ class Swath:
 class Bare:
     """A loop by hand, captured: the rows of a batch, overwritten by the next; no ids, no leases."""
 
-    def __init__(self, envs: int) -> None:
-        self.env, self.policy = TorchCartPole(envs, DEVICE), policy()
+    def __init__(self, envs: int, fused: bool) -> None:
+        self.env, self.policy = cartpoles(envs, fused), policy()
         self.env.seed(torch.arange(envs, device=DEVICE))
         self.obs = torch.empty(STEPS + 1, envs, 4, device=DEVICE)
         self.next_obs = torch.empty(STEPS, envs, 4, device=DEVICE)
@@ -58,6 +63,7 @@ class Bare:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
+            self.rollout()
             self.rollout()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
@@ -86,7 +92,7 @@ class Bare:
 class Peer:
     """TorchRL's `Collector` on the same env, as an `EnvBase`."""
 
-    def __init__(self, envs: int) -> None:
+    def __init__(self, envs: int, fused: bool) -> None:
         from tensordict.nn import TensorDictModule
         from torchrl.collectors import Collector as TorchRLCollector
 
@@ -94,7 +100,7 @@ class Peer:
 
         module = TensorDictModule(policy(), in_keys=["observation"], out_keys=["action"])
         self.collector = TorchRLCollector(
-            CartPoleBase(envs, DEVICE),
+            CartPoleBase(cartpoles(envs, fused)),
             module,
             frames_per_batch=envs * STEPS,
             total_frames=-1,
@@ -112,13 +118,11 @@ class Peer:
         self.collector.shutdown()
 
 
-def contestants(envs: int) -> dict[str, Callable[[], Turn]]:
+def contestants(envs: int, fused: bool) -> dict[str, Callable[[], Turn]]:
+    """Return who races; with `fused`, the arithmetic of the env is compiled for all of them."""
     return {
-        "swath graph": lambda: Swath(envs, True),
-        "swath eager": lambda: Swath(envs, False),
-        "TorchRL": lambda: Peer(envs),
-        "bare graph": lambda: Bare(envs),
+        "swath graph": lambda: Swath(envs, True, fused),
+        "swath eager": lambda: Swath(envs, False, fused),
+        "TorchRL": lambda: Peer(envs, fused),
+        "bare graph": lambda: Bare(envs, fused),
     }
-
-
-AGAINST = {"swath graph": "TorchRL", "swath eager": "TorchRL"}

@@ -13,9 +13,10 @@ from swath.envs import TorchCartPole
 class CartPoleBase(EnvBase):
     """N CartPoles; steps and masked resets are those of `TorchCartPole`."""
 
-    def __init__(self, envs: int, device: torch.device) -> None:
+    def __init__(self, inner: TorchCartPole) -> None:
+        envs, device = inner.num_envs, inner.device
         super().__init__(device=device, batch_size=[envs])
-        self.inner = TorchCartPole(envs, device)
+        self.inner = inner
         self.inner.seed(torch.arange(envs, device=device))
         flag = Categorical(2, shape=(envs, 1), dtype=torch.bool, device=device)
         self.observation_spec = Composite(

@@ -213,36 +213,38 @@ class _BoundNative:
         self._actions = [slab.rows(leaf.key, True) for leaf in group.actions]
         self._obs = [(leaf, slab.rows(leaf.key, True)) for leaf in group.observations]
         self._next = [slab.rows(keys.following(leaf.key), True) for leaf in group.observations]
-        flags = (keys.REWARD, keys.NEXT_TERMINATED, keys.NEXT_TRUNCATED)
-        self._outcome = [slab.tensors[key][..., 0].unbind(0) for key in flags]
+        outcome = (keys.REWARD, keys.NEXT_TERMINATED, keys.NEXT_TRUNCATED)
+        self._reward, *self._flags = (slab.tensors[key][..., 0].unbind(0) for key in outcome)
 
     def reset(self, t: int, which: torch.Tensor | None) -> None:
         try:
             observation = self._env.reset(which)
             for leaf, rows in self._obs:
-                rows[t].copy_(_leaf_of(observation, leaf, rows[t].shape))
+                rows[t].copy_(_leaf_of(observation, leaf, rows[t]))
         except Exception as error:
             raise CallFailed(None, "reset()") from error
 
     def step(self, t: int) -> Sequence[int]:
         try:
             action = self._build([rows[t] for rows in self._actions])
-            observation, *outcome = self._env.step(action)
-            for (leaf, _), rows in zip(self._obs, self._next, strict=True):
-                rows[t].copy_(_leaf_of(observation, leaf, rows[t].shape))
-            for column, value in zip(self._outcome, outcome, strict=True):
-                column[t].copy_(value)
+            observation, reward, *flags = self._env.step(action)
+            rows = [rows[t] for rows in self._next]
+            leaves = [leaf for leaf, _ in self._obs]
+            seen = [_leaf_of(observation, *pair) for pair in zip(leaves, rows, strict=True)]
+            # Two kernels for all of these, if their dtypes are the usual ones.
+            torch._foreach_copy_([*rows, self._reward[t]], [*seen, reward])
+            torch._foreach_copy_([column[t] for column in self._flags], flags)
         except Exception as error:
             raise CallFailed(None, "step()") from error
         return ()
 
 
-def _leaf_of(observation: Any, leaf: Leaf, shape: torch.Size) -> torch.Tensor:
+def _leaf_of(observation: Any, leaf: Leaf, row: torch.Tensor) -> torch.Tensor:
     """Return a leaf of an observation in tensors; torch would broadcast a wrong shape silently."""
     value: torch.Tensor = fetch(observation, leaf.path)
-    if value.shape != shape:
+    if value.shape != row.shape:
         raise ValueError(
             f"the observation {key_name(leaf.key)} has shape {tuple(value.shape)}, but the "
-            f"observation space declares {tuple(shape)}. Fix the env or its space"
+            f"observation space declares {tuple(row.shape)}. Fix the env or its space"
         )
     return value

@@ -65,7 +65,7 @@ def counter_uniform(keys: Tensor, counters: Tensor, num: int) -> Tensor:
         True
     """
     columns = torch.arange(1, num + 1, device=keys.device)
-    if keys.is_cuda:
+    if keys.is_cuda and not torch.compiler.is_compiling():
         bits = _mixed_on_gpu()(keys[:, None], counters[:, None], columns)
         return torch.mul(bits, 2.0**-24, out=torch.empty_like(bits, dtype=torch.float32))
     place = (counters * _COUNTER_FACTOR)[:, None] + columns * _COLUMN_FACTOR
@@ -176,6 +176,7 @@ class BatchedTorchEnv(abc.ABC):
     """How many random numbers an env gets at each reset."""
     max_episode_steps: int | None = None
     """The longest episode, unless an env is made with another limit."""
+    _fuses = False
 
     def __init__(
         self,
@@ -243,12 +244,24 @@ class BatchedTorchEnv(abc.ABC):
         self._key.copy_(keys)
         self._counter.zero_()
 
+    def compile(self) -> BatchedTorchEnv:
+        """Let `torch.compile` fuse what a step and a reset compute, and return the envs.
+
+        Worth its seconds on a GPU, where a step costs what its kernels cost to start. Sums may
+        differ in their last bits.
+        """
+        self._fuses = True
+        return self
+
     @torch.no_grad()
     def reset(self, mask: Tensor | None = None) -> Observation:
         """Start an episode in the envs of `mask`, bool `[N]` (None: all); observe all N."""
         if mask is None:
             mask = torch.ones_like(self._key, dtype=torch.bool)
         _check_shape("mask", mask.shape, (self.num_envs,), UsageError)
+        return (_fused(type(self)._renew) if self._fuses else type(self)._renew)(self, mask)
+
+    def _renew(self, mask: Tensor) -> Observation:
         rows = mask.view(-1, *[1] * (self._state.dim() - 1))
         state = torch.where(rows, self._draw_initial(), self._state)
         self._state.copy_(state)
@@ -262,11 +275,12 @@ class BatchedTorchEnv(abc.ABC):
         shape = self.action_space.shape
         if isinstance(action, Tensor) and shape is not None:
             _check_shape("action", action.shape, (self.num_envs, *shape), PolicyError)
-        outcome = self._dynamics(self._state, action)
-        own = self._state.untyped_storage().data_ptr()  # is overwritten below
-        state, reward, terminated = (
-            one.clone() if one.untyped_storage().data_ptr() == own else one for one in outcome
-        )
+        return (_fused(type(self)._advance) if self._fuses else type(self)._advance)(self, action)
+
+    def _advance(self, action: Any) -> tuple[Observation, Tensor, Tensor, Tensor]:
+        state, reward, terminated = self._dynamics(self._state, action)
+        if not torch.compiler.is_compiling():  # which sees to this itself
+            state, reward, terminated = map(self._apart, (state, reward, terminated))
         _check_shape("the state from _dynamics", state.shape, self._state.shape, EnvError)
         _check_shape("the reward from _dynamics", reward.shape, (self.num_envs,), EnvError)
         _check_shape("terminated from _dynamics", terminated.shape, (self.num_envs,), EnvError)
@@ -276,9 +290,20 @@ class BatchedTorchEnv(abc.ABC):
         truncated = self._elapsed >= (torch.iinfo(torch.int64).max if limit is None else limit)
         return self._observe(state), reward.to(torch.float32), terminated, truncated
 
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is none of our state, which is overwritten."""
+        ours = tensor.untyped_storage().data_ptr() == self._state.untyped_storage().data_ptr()
+        return tensor.clone() if ours else tensor
+
     def _draw_initial(self) -> Tensor:
         uniform = counter_uniform(self._key, self._counter, self.num_draws)
         return self._initial(uniform.to(self.dtype))
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method compiled, one for all envs of a class: they stay picklable."""
+    return torch.compile(function, dynamic=False)
 
 
 class TorchCartPole(BatchedTorchEnv):
