@@ -40,7 +40,7 @@ def _timed(turn: Turn, seconds: float) -> float:
     torch.cuda.synchronize()
     started = time.perf_counter()
     while time.perf_counter() - started < seconds or not frames:
-        for _ in range(4):
+        for _ in range(8):
             frames += turn()
         torch.cuda.synchronize()  # so that the host runs ahead by a few batches, not by many
     return frames / (time.perf_counter() - started)

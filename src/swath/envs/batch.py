@@ -231,9 +231,9 @@ class _BoundNative:
             rows = [rows[t] for rows in self._next]
             leaves = [leaf for leaf, _ in self._obs]
             seen = [_leaf_of(observation, *pair) for pair in zip(leaves, rows, strict=True)]
-            # Two kernels for all of these, if their dtypes are the usual ones.
-            torch._foreach_copy_([*rows, self._reward[t]], [*seen, reward])
-            torch._foreach_copy_([column[t] for column in self._flags], flags)
+            targets = [*rows, self._reward[t], *[column[t] for column in self._flags]]
+            for target, value in zip(targets, [*seen, reward, *flags], strict=True):
+                target.copy_(value)
         except Exception as error:
             raise CallFailed(None, "step()") from error
         return ()

@@ -64,7 +64,10 @@ def counter_uniform(keys: Tensor, counters: Tensor, num: int) -> Tensor:
         >>> bool((both[1:] == counter_uniform(keys[1:], counters[1:], num=2)).all())
         True
     """
-    columns = torch.arange(1, num + 1, device=keys.device)
+    return _uniform(keys, counters, torch.arange(1, num + 1, device=keys.device))
+
+
+def _uniform(keys: Tensor, counters: Tensor, columns: Tensor) -> Tensor:
     if keys.is_cuda and not torch.compiler.is_compiling():
         bits = _mixed_on_gpu()(keys[:, None], counters[:, None], columns)
         return torch.mul(bits, 2.0**-24, out=torch.empty_like(bits, dtype=torch.float32))
@@ -201,6 +204,7 @@ class BatchedTorchEnv(abc.ABC):
         self.device = self._key.device  # with its index, where the caller said just "cuda"
         self._counter = torch.zeros_like(self._key)
         self._elapsed = torch.zeros_like(self._key)
+        self._columns = torch.arange(1, self.num_draws + 1, device=device)
         self._state = self._draw_initial().clone(memory_format=torch.contiguous_format)
         _check_shape(
             "the state from _initial, cut to [N],", self._state.shape[:1], (num_envs,), EnvError
@@ -296,7 +300,7 @@ class BatchedTorchEnv(abc.ABC):
         return tensor.clone() if ours else tensor
 
     def _draw_initial(self) -> Tensor:
-        uniform = counter_uniform(self._key, self._counter, self.num_draws)
+        uniform = _uniform(self._key, self._counter, self._columns)
         return self._initial(uniform.to(self.dtype))
 
 

@@ -27,7 +27,7 @@ from swath.memory import DeviceMemory, Layout, Slab
 from swath.policies import ActionSampler, Interface, UniformPolicy
 from swath.policies.outputs import DISCRETE, bounds
 from swath.policies.probing import unchanged_buffers
-from swath.rollout import keys, loop
+from swath.rollout import columns, keys, loop
 from swath.rollout.env import BoundEnvs, EnvGroup
 from swath.rollout.ledger import Ledger
 from swath.rollout.plan import Filled, Plan
@@ -61,6 +61,8 @@ class DeviceRunner(Runner):
         self._played = self.ledger.lengths.clone()
         super().__init__(group, policy, plan, sampler)
         self._ranges = _ranges(self.interface, device)
+        for key in columns.ROOT_FLAGS:  # always False: who ends is reset at once
+            del self.carry[key]
         self.graph = Recorder(self._record, self._parts, device, self._why_no_graph())
         if plan.cudagraph is True and self.graph.why is not None:
             raise UsageError(
@@ -131,7 +133,8 @@ class DeviceRunner(Runner):
             self._reset_all(self._first)
             for key, row in self.carry.items():
                 row.copy_(self._first.tensors[key][0])
-        self._played.copy_(self.ledger.lengths)
+        if self._limit is not None:
+            self._played.copy_(self.ledger.lengths)
         whole = steps == self.plan.steps and not self.random_frames.left
         if whole and self.graph.ready():
             assert self._static is not None

@@ -28,10 +28,10 @@ class Ledger:
         self.lengths = torch.zeros_like(self._ids)
         """Frames so far of each env's open episode."""
         self._returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
-        self._count = torch.zeros_like(self._next_id)
-        # Of return and length: the sum, and the mean of the last rollout in which any ended.
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._recent = self._sums.clone()
+        # How many episodes ended, and the sums of their returns and lengths: in all, and in the
+        # last rollout in which any did.
+        self._ended = torch.zeros(3, dtype=torch.float64, device=device)
+        self._recent = self._ended.clone()
 
     def restart(self) -> None:
         """Begin a trajectory in every env; open ones were cut off and do not count."""
@@ -69,13 +69,20 @@ class Ledger:
         numbers = torch.arange(1, len(ends) + 1, device=ends.device, dtype=torch.int32)[:, None]
         last = torch.where(ends, numbers, 0).amax(0)
         gained = torch.where(numbers <= last, reward, 0).sum(0, dtype=torch.float64)
-        total = torch.stack([self._returns + gained, (self.lengths + last).double()])
-        sums, count = torch.where(last > 0, total, 0).sum(1), ends.sum()
-        self._count += count
-        self._sums += sums
-        self._recent.copy_(torch.where(count > 0, sums / count, self._recent))
-        self._returns.masked_fill_(last > 0, 0).add_(reward.sum(0, dtype=torch.float64) - gained)
-        self.lengths.masked_fill_(last > 0, 0).add_(len(ends) - last)
+        some, total = last > 0, reward.sum(0, dtype=torch.float64)
+        ended = torch.stack(
+            [
+                ends.sum(dtype=torch.float64),
+                *(
+                    torch.where(some, value, 0).sum(dtype=torch.float64)
+                    for value in (self._returns + gained, self.lengths + last)
+                ),
+            ]
+        )
+        self._ended += ended
+        self._recent.copy_(torch.where(ended[0] > 0, ended, self._recent))
+        self._returns.masked_fill_(some, 0).add_(total.sub_(gained))
+        self.lengths.masked_fill_(some, 0).add_(len(ends) - last)
 
     def open_ids(self) -> list[int]:
         """Return the id of each env's open trajectory; this waits for the device."""
@@ -83,11 +90,11 @@ class Ledger:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the means of `Episodes`; `last_100` is of the last rollout with any end."""
-        count = int(self._count)
-        out: dict[str, Any] = {"episodes": count, "return": None, "length": None}
-        rows = torch.stack([self._sums / max(count, 1), self._recent]).T.tolist()
-        for name, (mean, recent) in zip(("return", "length"), rows if count else (), strict=False):
-            out[name] = {"mean": mean, "last_100": recent}
+        (count, *sums), (recently, *recent) = self._ended.tolist(), self._recent.tolist()
+        out: dict[str, Any] = {"episodes": int(count), "return": None, "length": None}
+        for name, total, late in zip(("return", "length"), sums, recent, strict=True):
+            if count:
+                out[name] = {"mean": total / count, "last_100": late / recently}
         return out
 
     def state_dict(self) -> dict[str, torch.Tensor]:
