@@ -124,7 +124,7 @@ def fill(port):
 
 def fill_half_and_die(port):
     """Announce a block and die before it has left."""
-    message, (memory,) = port.receive()
+    _, (memory,) = port.receive()
     port.receive()
     memory.array[:] = 1
     if port.shares_memory:

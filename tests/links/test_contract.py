@@ -1,4 +1,4 @@
-"""What every link keeps: order, no loss, no double, back-pressure, deaths noticed, a bounded end."""
+"""What every link keeps: order, nothing lost or twice, deaths noticed, a bounded end."""
 
 from __future__ import annotations
 
@@ -24,11 +24,19 @@ def ready(link, seconds):
     return bool(poller.poll(seconds * 1000))
 
 
+def ends(calls):
+    """Make calls until the link says that it has ended."""
+    try:
+        for call, *arguments in calls:
+            call(*arguments)
+    except EOFError:
+        return True
+    return False
+
+
 def end_of(link):
     """Read until the link says that it has ended."""
-    with pytest.raises(EOFError):
-        for _ in range(10_000):
-            link.receive()
+    return ends((link.receive,) for _ in range(10_000))
 
 
 @each
@@ -109,12 +117,9 @@ def test_the_death_of_a_worker_is_noticed_at_once_and_told(kind, how):
         pair.link.receive()
         os.kill(pair.link.pid, how)
         assert ready(pair.link, 5)
-        end_of(pair.link)
+        assert end_of(pair.link)
         assert how.name in pair.link.ended()
-        with pytest.raises(EOFError):
-            for _ in range(1000):
-                pair.link.send("still there?")
-                time.sleep(0.001)
+        assert ends((pair.link.send, "still there?") for _ in range(100_000))
 
 
 @each
@@ -123,7 +128,7 @@ def test_a_worker_that_dies_with_half_a_block_under_way(kind):
         pair.give_memory()
         pair.ask("go", 0)
         assert ready(pair.link, 10)
-        end_of(pair.link)
+        assert end_of(pair.link)
         assert "exit code 5" in pair.link.ended()
         assert pair.held[0].times == 0
 
@@ -133,9 +138,7 @@ def test_pushing_to_a_worker_that_dies_ends_too(kind):
     with kit.Pair(kind, kit.take) as pair:
         pair.link.push(0, kit.block_of(0))
         os.kill(pair.link.pid, signal.SIGKILL)
-        with pytest.raises(EOFError):
-            for version in range(1, 1000):
-                pair.link.push(version, kit.block_of(version))
+        assert ends((pair.link.push, version, kit.block_of(version)) for version in range(1, 1000))
 
 
 @each
