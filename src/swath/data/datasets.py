@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase
 
 from swath import __version__
+from swath.data.frames import check_fit, flat, frames_of
 from swath.errors import ClosedError, UsageError
-from swath.rollout import keys
-from swath.tree import Key, key_name, nest
+from swath.tree import Key, nest
 
 __all__ = [
     "LEDGER",
@@ -82,13 +82,14 @@ class DatasetWriter:
         """Append the frames of a batch `[*, T]`; all of them, or none if this raises."""
         if self._closed:
             raise ClosedError(f"the dataset {self.directory} is closed; make a new writer.")
-        rows = _flat_rows(batch)
+        values, lead, mask = frames_of(batch)
+        rows = {key: flat(value, lead, mask).cpu().contiguous() for key, value in values.items()}
         frames = min((len(row) for row in rows.values()), default=0)
         if not frames:
             return
         if not self._columns:
             self._columns = make_columns(partial_of(self.directory), rows)
-        self._check(rows)
+        check_fit(self._columns, rows, 1)
         try:
             for key, tensor in rows.items():
                 with self._columns[key].path.open("ab") as file:
@@ -98,19 +99,6 @@ class DatasetWriter:
                 column.cut(self.frames)
             raise
         self.frames += frames
-
-    def _check(self, rows: Mapping[Key, torch.Tensor]) -> None:
-        for key in rows.keys() ^ self._columns.keys():
-            which = "lacks" if key in self._columns else "has a new key,"
-            raise UsageError(f"this batch {which} {key_name(key)}; all must have the same keys.")
-        for key, tensor in rows.items():
-            column = self._columns[key]
-            if (tensor.shape[1:], tensor.dtype) != (column.shape, column.dtype):
-                raise UsageError(
-                    f"{key_name(key)} is {tensor.dtype} {tuple(tensor.shape[1:])} per frame in "
-                    f"this batch, but {column.dtype} {tuple(column.shape)} in the first; all "
-                    "batches of a dataset must agree."
-                )
 
     def close(self) -> None:
         """Finish the dataset and give it its name; calling it again is nothing."""
@@ -160,30 +148,6 @@ class _Column(NamedTuple):
         if not shape.numel():
             return torch.empty(shape, dtype=self.dtype)
         return MemoryMappedTensor.from_filename(self.path, dtype=self.dtype, shape=shape)
-
-
-def _flat_rows(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
-    """Return the valid frames of a batch, `[frames, *shape]` each, contiguous and on the CPU."""
-    if not isinstance(batch, TensorDictBase) or not batch.batch_dims:
-        raise UsageError(
-            f"expected a batch of a collector, a TensorDict [*, T]; got {type(batch).__name__}"
-            f"{getattr(batch, 'batch_size', '')}."
-        )
-    mask = batch.get(keys.MASK, None)
-    rows = {}
-    for name in batch.keys(True, True, is_leaf=is_leaf_nontensor):
-        key: Key = (name,) if isinstance(name, str) else tuple(name)
-        if key == keys.MASK:
-            continue
-        value = batch.get(name)
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(
-                f"{key_name(key)} holds {type(value).__name__}, which has no array form; take it "
-                "out of the batch (after compact_obs: swath.collectors.utils.restore_next)."
-            )
-        flat = value.detach().flatten(0, batch.batch_dims - 1).cpu()
-        rows[key] = (flat if mask is None else flat[mask.flatten().cpu()]).contiguous()
-    return rows
 
 
 def make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _Column]:

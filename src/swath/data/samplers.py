@@ -20,6 +20,10 @@ from swath.errors import UsageError
 __all__ = ["PrioritizedSampler", "Sampler", "SliceSampler", "UniformSampler"]
 
 
+_NOWHERE = -(1 << 62)
+"""So far below that no frame has such a number, nor those that follow it."""
+
+
 class Sampler(abc.ABC):
     """How frames are chosen; one object serves one buffer."""
 
@@ -171,14 +175,20 @@ class SliceSampler(Sampler):
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
     ) -> np.ndarray | None:
         count, length = shape
+        steps = np.arange(length)
 
         def slices(last: np.ndarray) -> np.ndarray:
             last = last[ring.depth.take(last % ring.capacity) >= length][: 2 * count]
-            index = np.empty((length, len(last)), np.int64)
-            for step in range(length - 1, -1, -1):
-                index[step] = last
-                last = ring.before.take(last % ring.capacity)
-            index = index.T
+            index = last[:, None] - steps[::-1]  # right, if they all stand side by side
+            here = ring.run.take(last % ring.capacity)
+            while (open_still := np.flatnonzero(here < length)).size:
+                known = here[open_still]
+                first = index[open_still, length - known]
+                before = ring.before.take(first % ring.capacity)
+                before[before < 0] = _NOWHERE  # overwritten meanwhile
+                missing = steps < (length - known)[:, None]
+                index[open_still] += missing * (before - first + 1)[:, None]
+                here[open_still] += np.maximum(ring.run.take(before % ring.capacity), 1)
             return index[ring.whole(index).all(1)]
 
         return _enough(ring, count, rng, slices)

@@ -1,7 +1,7 @@
 """The ring of a replay buffer: columns of frames, and a ledger of which frames are whole.
 
 ```
- block:    | words | stamps | depth | before | an error |        columns: [capacity, *shape] by key
+ block:    | words | stamps | depth, run | before | an error |   columns: [capacity, *shape] by key
  a stamp:  0  nothing     -(i + 1)  frame i is being written     i + 1  frame i is whole
 ```
 
@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class Word:
     CLEARED = 4  # how many of them before the last `empty`
     DRAWN = 5  # samples drawn
     NEWEST = 6  # the newest policy version
-    RUNS = 7  # whether depth and before are kept
+    RUNS = 7  # whether depth, run and before are kept
     BUSY = 8  # whether somebody changes the ledger
     STATE = 9  # OPEN, CLOSED or FAILED
     ERROR = 10  # bytes of the error
@@ -118,7 +119,8 @@ class Ring:
             self._record = Record(small, record.numpy())
         whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
         self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(3, capacity)
-        self.stamps, self.depth, self.before = rows
+        self.stamps, both, self.before = rows
+        self.depth, self.run = both.view(np.int32).reshape(2, capacity)  # see runs.py
         self._error = block[len(whole) * 8 :]
         self._descriptor = None if memory is None else memory.descriptor
         locks = _Locks()
@@ -171,16 +173,19 @@ class Ring:
             for start, stop, _ in spans:
                 self.words[Word.HELD] -= np.count_nonzero(self.stamps[start:stop] > 0)
             self.words[Word.CLAIMED] = first + frames
-            self._stamp(spans, -np.arange(first + frames - kept + 1, first + frames + 1))
+            for start, stop, at in spans:
+                number = first + frames - kept + at + 1
+                self.stamps[start:stop] = np.arange(-number, start - stop - number, -1)
         return first + frames - kept
 
     def commit(self, first: int, kept: int, frames: int, version: int) -> None:
         """Make rows whole; those that `empty` has taken meanwhile are left out."""
         self.fence()
-        numbers, spans = np.arange(first + 1, first + kept + 1), self.spans(first, kept)
+        spans = self.spans(first, kept)
         with self:
             if first >= self.words[Word.FLOOR]:
-                self._stamp(spans, numbers)
+                for start, stop, _ in spans:
+                    np.negative(self.stamps[start:stop], out=self.stamps[start:stop])
                 self.words[Word.HELD] += kept
             self.words[Word.WRITTEN] += frames
             self.words[Word.NEWEST] = max(self.words[Word.NEWEST], version)
@@ -190,7 +195,8 @@ class Ring:
         """Give claimed rows up."""
         spans = self.spans(first, kept)
         with self:
-            self._stamp(spans, np.zeros(kept, np.int64))
+            for start, stop, _ in spans:
+                self.stamps[start:stop] = 0
             self._disown(spans)
 
     def clear(self) -> None:
@@ -202,10 +208,6 @@ class Ring:
             )
             self.stamps[:] = 0
             self.words[Word.HELD] = 0
-
-    def _stamp(self, spans: list[Span], values: np.ndarray) -> None:
-        for start, stop, at in spans:
-            self.stamps[start:stop] = values[at : at + stop - start]
 
     def _own(self, spans: list[Span]) -> bool:
         if self._descriptor is None:
@@ -235,6 +237,14 @@ class Ring:
             (start, self.capacity, 0),
             (0, start + frames - self.capacity, self.capacity - start),
         ]
+
+    def rows(self, numbers: np.ndarray) -> Any:
+        """Return the rows of frames in order; as a slice where they stand in one piece."""
+        first, frames = int(numbers[0]), len(numbers)
+        start = first % self.capacity
+        if start + frames > self.capacity or numbers[-1] - first >= frames:
+            return numbers % self.capacity
+        return slice(start, start + frames)
 
     def window(self) -> tuple[int, int]:
         """Return the numbers from and up to which there can be frames."""
