@@ -23,7 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 from swath.data import saving
 from swath.data.datasets import LEDGER
 from swath.data.drawing import Draws
-from swath.data.frames import check_fit, flat, frames_of, leaves
+from swath.data.frames import check_fit, frames_of, leaves
 from swath.data.pacing import Pace, Prefetcher
 from swath.data.runs import Runs
 from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
@@ -192,9 +192,9 @@ class ReplayBuffer:
                 for key, value in values.items():
                     ring.columns[key].put(spans, value, mask, skip)
                 if self._runs is not None:
-                    known = {key: values[key] for key in _RUN_KEYS if key in values}
-                    rows = {key: flat(value, lead, mask)[skip:] for key, value in known.items()}
-                    self._runs.follow(ring, first, rows)
+                    ids, ended = (_rows(values.get(key), lead, mask) for key in _RUN_KEYS)
+                    numbers = np.arange(first, first + kept)
+                    self._runs.follow(ring, numbers, ids[skip:], ended[skip:])
                 version = _newest(values)
             except BaseException:
                 ring.abandon(first, kept)
@@ -235,7 +235,7 @@ class ReplayBuffer:
                 )
             known, ring.words[Word.RUNS] = bool(ring.words[Word.RUNS]), 1
             if not known:
-                Runs().restore(ring, ring.numbers())
+                saving.restore_runs(ring, ring.numbers(), Runs())
         self._runs = Runs() if ring.words[Word.RUNS] else None
         self._ring = ring
         if self._error is not None:
@@ -495,6 +495,12 @@ def _newest(values: Mapping[Key, torch.Tensor]) -> int:
     """Return the newest policy version of a batch."""
     versions = values.get(keys.POLICY_VERSION)
     return 0 if versions is None else int(np.maximum.reduce(versions.numpy(force=True), None))
+
+
+def _rows(value: torch.Tensor | None, lead: torch.Size, mask: np.ndarray | None) -> np.ndarray:
+    """Return a value for each frame of a batch, one after the other; zeros if there are none."""
+    array = np.zeros(lead, np.bool_) if value is None else value.numpy(force=True).reshape(lead)
+    return array.reshape(-1) if mask is None else array[mask]
 
 
 def _sampler(given: str | Sampler) -> Sampler:

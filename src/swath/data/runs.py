@@ -4,21 +4,17 @@
  frames, by number   0 1 2 | 3 4 5 | 6 7      two envs, batches of three steps, then two of env A
  env                 A A A   B B B   A A
  run                 1 2 3   1 2 3   1 2      frames of it up to this one that stand side by side
- depth               1 2 3   1 2 3   4 5      frames of it up to this one
- before              -1      -1      2        of the first of a run: the one before it
+ links               -1,0    -1,0    2,3      of the first: the one before it, how many there are
 ```
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import numpy as np
-import torch
 
 from swath.data.storage import Ring
-from swath.rollout import keys
-from swath.tree import Key
 
 __all__ = ["Runs"]
 
@@ -34,64 +30,51 @@ class Runs:
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}  # by trajectory: its last frame and depth
 
-    def follow(self, ring: Ring, first: int, values: Mapping[Key, torch.Tensor]) -> None:
-        """Note frames that are written now, `[frames, *shape]` by key, before they are whole."""
-        ids = values[keys.TRAJ_IDS].cpu().numpy().reshape(-1)
-        done = values.get(keys.NEXT_DONE)
-        ended = np.zeros(len(ids), np.bool_) if done is None else done.cpu().numpy().reshape(-1)
-        self._follow(ring, np.arange(first, first + len(ids)), ids, ended)
+    def follow(self, ring: Ring, numbers: np.ndarray, ids: np.ndarray, ended: np.ndarray) -> None:
+        """Note frames in the order of time, before they are whole.
 
-    def restore(self, ring: Ring, numbers: np.ndarray) -> None:
-        """Note frames that stand in their rows already."""
-        if len(numbers):
-            rows = numbers % ring.capacity
-            ids, ended = (
-                ring.columns[key].take(rows).cpu().numpy().reshape(-1)
-                if key in ring.columns
-                else np.zeros(len(rows), np.bool_)
-                for key in (keys.TRAJ_IDS, keys.NEXT_DONE)
-            )
-            self._follow(ring, numbers, ids, ended)
-
-    def _follow(self, ring: Ring, numbers: np.ndarray, ids: np.ndarray, ended: np.ndarray) -> None:
-        new = np.empty(len(ids), np.bool_)
-        new[0] = True
-        np.not_equal(ids[1:], ids[:-1], out=new[1:])
-        new[1:] |= ended[:-1]
+        Args:
+            ring: Where they are.
+            numbers: Of the frames.
+            ids: Their trajectories.
+            ended: Whether it ends with them.
+        """
+        new = np.ones(len(ids) + 1, np.bool_)
+        inner = new[1:-1]
+        np.not_equal(ids[1:], ids[:-1], out=inner)
+        inner |= ended[:-1]
         if numbers[-1] - numbers[0] >= len(numbers):  # some are missing
-            new[1:] |= np.diff(numbers) != 1
-        starts = np.flatnonzero(new)
-        lengths = np.diff(starts, append=len(ids))
-        run = np.arange(1, len(ids) + 1, dtype=np.int32)
-        run -= np.repeat(starts.astype(np.int32), lengths)
-        before, earlier = self._link(numbers, starts, lengths, ids, ended)
-        rows = ring.rows(numbers)
-        ring.run[rows] = run
-        if earlier.any():
-            run += np.repeat(earlier, lengths)
-        ring.depth[rows] = run
-        ring.before[numbers[starts] % ring.capacity] = before
+            inner |= numbers[1:] - numbers[:-1] != 1
+        edges = new.nonzero()[0]
+        starts, last = edges[:-1], edges[1:] - 1
+        ring.run[ring.rows(numbers)] = np.arange(1, len(ids) + 1) - starts.repeat(last - starts + 1)
+        firsts = numbers[starts]
+        rows = firsts % ring.capacity
+        ring.links[rows] = -1, 0
+        runs = (ids[starts], ended[last], firsts, numbers[last])
+        places, found = self._link(zip(*(each.tolist() for each in runs), strict=True))
+        if places:
+            ring.links[rows[places]] = found
         if len(self._last) > _MANY:  # trajectories that nobody ended
             low = ring.window()[0]
             self._last = {one: last for one, last in self._last.items() if last[0] >= low}
 
     def _link(
-        self,
-        numbers: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        ids: np.ndarray,
-        ended: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the frame before each run, and how many of its trajectory come before it."""
-        before, earlier = np.full(len(starts), -1), np.zeros(len(starts), np.int32)
-        last = starts + lengths - 1
-        trajectories, goes_on = ids[starts], ~ended[last]
-        known = self._last
-        live = known.keys() | trajectories[goes_on].tolist()  # others are here from end to end
-        for place, one in enumerate(trajectories.tolist()):
-            if one in live:
-                before[place], earlier[place] = known.pop(one, (-1, 0))
-                if goes_on[place]:
-                    known[one] = int(numbers[last[place]]), int(earlier[place] + lengths[place])
-        return before, earlier
+        self, runs: Iterable[tuple[int, bool, int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return which runs continue one, with the frame before them and how many come before.
+
+        Args:
+            runs: For each its trajectory, whether that ends with it, its first and last frame.
+        """
+        places, found, known = [], [], self._last
+        for place, (trajectory, ends, first, last) in enumerate(runs):
+            if ends and trajectory not in known:
+                continue  # all of it is here, as of most
+            before = known.pop(trajectory, None)
+            if before is not None:
+                places.append(place)
+                found.append(before)
+            if not ends:
+                known[trajectory] = last, last - first + 1 + (before[1] if before else 0)
+        return places, found

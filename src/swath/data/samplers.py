@@ -83,7 +83,7 @@ def _enough(
         fit: Takes numbers of frames and returns something for each of those that can be used.
     """
     found: list[np.ndarray] = []
-    for tries in (2, 8, 32):
+    for tries in (8, 64):
         found.append(fit(_random(ring, tries * count, rng))[:count])
         count -= len(found[-1])
         if not count:
@@ -178,13 +178,15 @@ class SliceSampler(Sampler):
         steps = np.arange(length)
 
         def slices(last: np.ndarray) -> np.ndarray:
-            last = last[ring.depth.take(last % ring.capacity) >= length][: 2 * count]
-            index = last[:, None] - steps[::-1]  # right, if they all stand side by side
             here = ring.run.take(last % ring.capacity)
+            depth = here + ring.links[(last - here + 1) % ring.capacity, 1]
+            enough = np.flatnonzero(depth >= length)[: 2 * count]
+            last, here = last[enough], here[enough]
+            index = last[:, None] - steps[::-1]  # right, if they all stand side by side
             while (open_still := np.flatnonzero(here < length)).size:
                 known = here[open_still]
                 first = index[open_still, length - known]
-                before = ring.before.take(first % ring.capacity)
+                before = ring.links[first % ring.capacity, 0]
                 before[before < 0] = _NOWHERE  # overwritten meanwhile
                 missing = steps < (length - known)[:, None]
                 index[open_still] += missing * (before - first + 1)[:, None]

@@ -23,9 +23,10 @@ from swath.data.drawing import Draws
 from swath.data.runs import Runs
 from swath.data.storage import Ring, Word
 from swath.errors import UsageError
+from swath.rollout import keys
 from swath.tree import Key, nest
 
-__all__ = ["check_state", "load", "restore", "save", "state_of"]
+__all__ = ["check_state", "load", "restore", "restore_runs", "save", "state_of"]
 
 _STATE = "replay.pt"
 _CHUNK = 1 << 26
@@ -106,8 +107,21 @@ def restore(
             tensor[torch.from_numpy(rows)] = value.to(tensor.device)
         ring.words[: Word.RUNS] = state["words"].numpy()
         if runs is not None:
-            runs.restore(ring, numbers)
+            restore_runs(ring, numbers, runs)
         ring.stamps[rows] = numbers + 1
+
+
+def restore_runs(ring: Ring, numbers: np.ndarray, runs: Runs) -> None:
+    """Find out which frames belong together of those that stand in their rows already."""
+    if len(numbers):
+        found = (ring.columns.get(key) for key in (keys.TRAJ_IDS, keys.NEXT_DONE))
+        ids, ended = (
+            np.zeros(len(numbers), np.bool_)
+            if column is None
+            else column.take(numbers % ring.capacity).cpu().numpy().reshape(-1)
+            for column in found
+        )
+        runs.follow(ring, numbers, ids, ended)
 
 
 def _paths(directory: str | Path) -> tuple[Path, Path, Path]:

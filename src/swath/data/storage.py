@@ -1,7 +1,7 @@
 """The ring of a replay buffer: columns of frames, and a ledger of which frames are whole.
 
 ```
- block:    | words | stamps | depth, run | before | an error |   columns: [capacity, *shape] by key
+ block:    | words | stamps | run | links | an error |     columns: [capacity, *shape] by key
  a stamp:  0  nothing     -(i + 1)  frame i is being written     i + 1  frame i is whole
 ```
 
@@ -53,7 +53,7 @@ class Word:
     CLEARED = 4  # how many of them before the last `empty`
     DRAWN = 5  # samples drawn
     NEWEST = 6  # the newest policy version
-    RUNS = 7  # whether depth, run and before are kept
+    RUNS = 7  # whether run and links are kept
     BUSY = 8  # whether somebody changes the ledger
     STATE = 9  # OPEN, CLOSED or FAILED
     ERROR = 10  # bytes of the error
@@ -117,10 +117,10 @@ class Ring:
             small = {k: c for k, c in self.columns.items() if isinstance(c, HostColumn) and c.small}
             self._apart = {k: c for k, c in self.columns.items() if k not in small}
             self._record = Record(small, record.numpy())
-        whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
-        self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(3, capacity)
-        self.stamps, both, self.before = rows
-        self.depth, self.run = both.view(np.int32).reshape(2, capacity)  # see runs.py
+        whole = block[: 8 * (LEDGER_WORDS + 4 * capacity)].view(np.int64)
+        self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(4, capacity)
+        self.stamps, self.run = rows[:2]
+        self.links = rows[2:].reshape(capacity, 2)  # see runs.py
         self._error = block[len(whole) * 8 :]
         self._descriptor = None if memory is None else memory.descriptor
         locks = _Locks()
@@ -280,7 +280,7 @@ class Ring:
 
 
 def _block_size(capacity: int) -> int:
-    return -(-(8 * (LEDGER_WORDS + 3 * capacity) + ERROR_BYTES) // 64) * 64
+    return -(-(8 * (LEDGER_WORDS + 4 * capacity) + ERROR_BYTES) // 64) * 64
 
 
 def _fields(columns: _Tensors) -> tuple[Field, ...]:
