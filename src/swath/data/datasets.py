@@ -30,16 +30,20 @@ from swath.errors import ClosedError, UsageError
 from swath.tree import Key, nest
 
 __all__ = [
+    "ABOUT",
     "LEDGER",
     "LEDGER_WORDS",
     "DatasetWriter",
+    "claimed",
     "load_dataset",
     "make_columns",
+    "opened",
     "partial_of",
     "write_about",
 ]
 
-_ABOUT = "swath.json"
+ABOUT = "swath.json"
+"""Where a dataset comes from."""
 LEDGER = "replay.bin"
 """In the directory of a replay buffer: words, then a stamp for each row; see storage.py."""
 LEDGER_WORDS = 16
@@ -67,7 +71,7 @@ class DatasetWriter:
     """
 
     def __init__(self, directory: str | Path, **about: Any) -> None:
-        self.directory = _claimed(directory)
+        self.directory = claimed(directory)
         self.frames = 0
         self._about = about
         self._columns: dict[Key, _Column] = {}
@@ -163,7 +167,7 @@ def make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _
     return columns
 
 
-def _claimed(directory: str | Path) -> Path:
+def claimed(directory: str | Path) -> Path:
     """Make `DIR.partial` and return the full path of DIR, or refuse if something is there."""
     path = Path(directory).expanduser().absolute()
     if path.exists() and not path.is_dir():
@@ -183,7 +187,7 @@ def _claimed(directory: str | Path) -> Path:
 def write_about(directory: Path, about: Mapping[str, Any]) -> None:
     """Note where a dataset comes from."""
     about = {"swath": __version__, **about}
-    (directory / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
 
 
 def partial_of(directory: Path) -> Path:
@@ -198,16 +202,22 @@ def load_dataset(directory: str | Path) -> TensorDict:
     Of a `ReplayBuffer` on disk these are the frames that it holds, the oldest first; once its ring
     has come round, they are a copy.
     """
+    data, rows = opened(directory)
+    return data[: len(rows)] if isinstance(rows, range) else data[torch.from_numpy(rows)]
+
+
+def opened(directory: str | Path) -> tuple[TensorDict, range | np.ndarray]:
+    """Return all rows of a dataset, and which of them are frames, the oldest first."""
     path = Path(directory)
-    if not (path / _ABOUT).is_file():
-        reason = f"it has no {_ABOUT}" if path.is_dir() else "there is no such directory"
+    if not (path / ABOUT).is_file():
+        reason = f"it has no {ABOUT}" if path.is_dir() else "there is no such directory"
         if partial_of(path).is_dir():
             reason += f", but {partial_of(path)} is there: its writer runs yet, or was killed"
         raise UsageError(f"{path} is no swath dataset: {reason}.")
     data = TensorDict.load_memmap(path)
     if not (path / LEDGER).is_file():
-        return data
+        return data, range(len(data))
     stamps = np.fromfile(path / LEDGER, np.int64, data.batch_size[0], offset=8 * LEDGER_WORDS)
     rows = np.argsort(stamps, kind="stable")[np.count_nonzero(stamps <= 0) :]
     in_place = np.array_equal(rows, np.arange(len(rows)))
-    return data[: len(rows)] if in_place else data[torch.from_numpy(rows)]
+    return data, range(len(rows)) if in_place else rows

@@ -35,7 +35,15 @@ import torch
 from tensordict import TensorDict
 
 from swath.data.columns import WORTH_THREADS, Column, HostColumn, Record, Span, column_of
-from swath.data.datasets import LEDGER, LEDGER_WORDS, make_columns, partial_of, write_about
+from swath.data.datasets import (
+    ABOUT,
+    LEDGER,
+    LEDGER_WORDS,
+    claimed,
+    make_columns,
+    partial_of,
+    write_about,
+)
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
 from swath.tree import Key, nest
@@ -351,8 +359,7 @@ def attach(
 
 def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
     """Write files for `capacity` frames beside the directory, and give them its name."""
-    partial = partial_of(directory)
-    partial.mkdir(parents=True)
+    partial = partial_of(claimed(directory))
     columns = make_columns(partial, {key: value[:1].cpu() for key, value in frames.items()})
     for column in columns.values():
         column.cut(capacity)  # longer, rather: what is not written yet takes no room
@@ -368,7 +375,7 @@ def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
 
 def open_ring(capacity: int, directory: Path) -> Ring:
     """Return the ring that a directory holds, as its last writer left it."""
-    about = json.loads((directory / "swath.json").read_text())
+    about = json.loads((directory / ABOUT).read_text())
     if about["capacity"] != capacity:
         raise UsageError(
             f"{directory} has a buffer with capacity={about['capacity']}, not {capacity}; give the "
