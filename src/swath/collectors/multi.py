@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from swath.collectors.base import BaseCollector
+from swath.collectors.base import STORED, BaseCollector
 from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
 from swath.collectors.options import Options, Scope
 from swath.collectors.single import checked_seed, plan_of
+from swath.data import ReplayBuffer
 from swath.errors import UsageError
-from swath.links import unpack
+from swath.links import pack, unpack
 from swath.observe import Episodes, Shares
 from swath.policies import policy_module
 from swath.rollout import Plan
@@ -42,6 +43,8 @@ from swath.workers.messages import (
     Reset,
     Rolled,
     SetSeed,
+    Store,
+    TakeHeld,
     TakeState,
 )
 from swath.workers.place import Place
@@ -71,7 +74,9 @@ class MultiCollector(BaseCollector):
         self.num_workers = len(jobs)
         self._supervisor = Supervisor(parsed.on_worker_failure == "restart", parsed.max_restarts)
         self._incarnations = itertools.count(len(jobs))
-        self._held: deque[tuple[TensorDict, int]] = deque()
+        self._held: deque[tuple[Any, int]] = deque()
+        self._stores = False
+        self._attached: set[int] = set()
         self._broken_rollouts: deque[tuple[TensorDict, int]] = deque()
         self._open_ids: dict[int, Sequence[int]] = {}
         self._made = [0] * len(jobs)
@@ -142,7 +147,78 @@ class MultiCollector(BaseCollector):
 
     # -- rollouts -------------------------------------------------------------------------------
 
-    def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _get_ready(self) -> None:
+        """Let the workers write to the replay buffer themselves, if they can."""
+        reason = self._why_not_store()
+        if reason is not None:
+            self._writer = f"this process: {reason}"
+            return
+        self._settle()  # what comes of that is for this process to write
+        self._writer, self._stores = "workers", True
+        self._share_buffer(*range(self.num_workers))
+
+    def _why_not_store(self) -> str | None:
+        options, buffer = self.options, self.options.replay_buffer
+        if not isinstance(buffer, ReplayBuffer) or buffer.storage not in ("shared", "memmap"):
+            return "workers see a ReplayBuffer with storage='shared' or 'memmap' only"
+        if not all(link.shares_memory for link in self._crew.links.values()):
+            return "the workers share no memory with it"
+        if options.post_collect_hook is not None:
+            return "post_collect_hook gets the batches here"
+        if options.worker_timeout is not None and buffer.samples_per_insert is not None:
+            return "a worker held back by samples_per_insert would exceed worker_timeout"
+        if self._assembler is not None and self._frames:
+            return "trajectories were begun here before start()"
+        try:
+            self._finish_parcel = pack(self._finishing, "postproc")
+        except UsageError as error:
+            return str(error)
+        return None
+
+    def _share_buffer(self, *workers: int) -> None:
+        """Let workers write all further rollouts to the buffer, or hold them until they can."""
+        buffer = self.options.replay_buffer
+        handle, *memory = buffer.handle() if buffer.prepared else (None,)
+        for worker in workers:
+            self._crew.order(worker, Store(self._finish_parcel, handle), memory)
+        self._checked(self._crew.answers(workers))
+
+    def _rest(self) -> None:
+        if self._stores:
+            self._settle()  # or workers that are ahead would write on
+            stored = [frames for batch, frames in self._held if batch is STORED]
+            self._held = deque(one for one in self._held if one[0] is not STORED)
+            self._frames, self._batches = self._frames + sum(stored), self._batches + len(stored)
+
+    def _held_by_workers(self, clear: bool) -> list[TensorDict]:
+        if not self._stores:
+            return []
+        messages = dict.fromkeys(self._crew.links, TakeHeld(clear))
+        answers = self._checked(self._crew.call(messages)).values()
+        return [frames for one in answers if (frames := unpack(one.state)) is not None]
+
+    def _fetch_held(self) -> None:
+        assert self._assembler is not None
+        for frames in self._held_by_workers(True):
+            self._assembler.push(frames)
+
+    def _assembler_state(self) -> dict[str, Any]:
+        whole = self._finishing.assembler()
+        assert whole is not None
+        whole.load_state_dict(super()._assembler_state())
+        for frames in self._held_by_workers(False):
+            whole.push(frames)
+        return whole.state_dict()
+
+    def _rollout(self) -> Any:
+        if self._stores and not self._in_background():
+            raise UsageError(
+                "the workers of this collector write to the replay buffer by themselves since "
+                "start(); draw from it."
+            )
+        return super()._rollout()
+
+    def _collect(self, frames_left: float) -> tuple[Any, int] | None:
         if self._first_collect is None:
             self._first_collect = perf_counter()
         with self._crew.shield:  # Ctrl-C finds the batch held, or still in the making
@@ -155,7 +231,7 @@ class MultiCollector(BaseCollector):
         return self._held.popleft()
 
     @abc.abstractmethod
-    def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _gather(self, frames_left: float) -> tuple[Any, int] | None:
         """Return the next rollout; None if there is nothing more to collect."""
 
     @abc.abstractmethod
@@ -168,6 +244,10 @@ class MultiCollector(BaseCollector):
         self._shares.add(rolled.shares)
         self._open_ids[worker] = rolled.open_ids
         self._made[worker] += rolled.frames
+        if rolled.first is not None and worker not in self._attached:
+            self.options.replay_buffer.prepare(unpack(rolled.first))
+            self._attached.add(worker)
+            self._share_buffer(worker)
 
     @abc.abstractmethod
     def _mend(self, worker: int, event: Failed | Died) -> None:
@@ -175,7 +255,8 @@ class MultiCollector(BaseCollector):
 
     def _recovered(self, worker: int, event: Failed | Died) -> None:
         """Restart a worker that failed, or raise what happened."""
-        if not self._supervisor.forgives():
+        storing = isinstance(event, Failed) and event.storing  # it is not the worker that failed
+        if storing or not self._supervisor.forgives():
             raise self._supervisor.error(worker, event)
         try:
             self._restart(worker)
@@ -205,6 +286,9 @@ class MultiCollector(BaseCollector):
             self._recovered(worker, answer)
             return
         self._block.begin(worker)
+        self._attached.discard(worker)
+        if self._stores:
+            self._share_buffer(worker)
 
     def _broken(self) -> TensorDict | None:
         if not self._broken_rollouts:
@@ -254,6 +338,7 @@ class MultiCollector(BaseCollector):
         block, later = self._block, self._publishes_later()
         block.publish({} if source is None else source, self._version + 1, numbers, later)
         self._version += 1
+        self._note_version(self._version)
         if wait:
             with self.pause():
                 self._acknowledge(numbers, later)
@@ -304,8 +389,7 @@ class MultiCollector(BaseCollector):
         if self._assembler is not None:
             self._assembler.discard_open()
 
-    def stats(self) -> dict[str, Any]:
-        """Return counts, speed, where the time goes, episode statistics and what was lost."""
+    def _stats(self) -> dict[str, Any]:
         seconds = perf_counter() - (self._first_collect or perf_counter())
         return {
             "frames": self._frames,

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -90,6 +91,8 @@ class ReplayBuffer:
     watch: Callable[[], object] | None = None
     """Called while something is waited for; it raises if nobody will write any more. While there is
     one, `sample` waits for frames instead of refusing."""
+    fed: bool
+    """Whether others may write who are not known here, as in shared memory; `sample` waits then."""
 
     def __init__(  # noqa: PLR0913 - each is one independent choice
         self,
@@ -110,6 +113,7 @@ class ReplayBuffer:
         seed: int | None = None,
     ) -> None:
         self.capacity, self.storage, self.batch_size = capacity, storage, batch_size
+        self.samples_per_insert = samples_per_insert
         self._pace = Pace(min_size, samples_per_insert, tolerance, timeout)
         self._directory = None if directory is None else Path(directory).expanduser().absolute()
         self._check_arguments(prefetch, pin_memory)
@@ -130,6 +134,8 @@ class ReplayBuffer:
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
         self._closed = self._attached = False
+        self._newest = 0
+        self.fed = storage == "shared"
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
         if self._directory is not None and (self._directory / LEDGER).is_file():
@@ -238,8 +244,31 @@ class ReplayBuffer:
                 saving.restore_runs(ring, ring.numbers(), Runs())
         self._runs = Runs() if ring.words[Word.RUNS] else None
         self._ring = ring
+        self.note_version(self._newest)
         if self._error is not None:
             self.fail(self._error)
+
+    @contextlib.contextmanager
+    def unpaced(self) -> Iterator[None]:
+        """Hold no writer back meanwhile: what is under way is written, whatever the ratio."""
+        ring = self._ring
+        if ring is None:
+            yield
+            return
+        with ring:
+            ring.words[Word.FREE] += 1
+        try:
+            yield
+        finally:
+            with ring:
+                ring.words[Word.FREE] -= 1
+
+    def note_version(self, version: int) -> None:
+        """Take the newest policy version, from which the lag of samples is counted."""
+        self._newest = max(self._newest, version)
+        if self._ring is not None:
+            with self._ring as ring:
+                ring.words[Word.NEWEST] = max(ring.words[Word.NEWEST], version)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -302,7 +331,7 @@ class ReplayBuffer:
 
     def _is_fed(self) -> bool:
         """Tell whether more frames may come, for all that is known."""
-        known = self.watch is not None or self.storage == "shared"
+        known = self.watch is not None or self.fed
         return known or self._pace.samples_per_insert is not None or self._pace.timeout is not None
 
     def _refuse_to_wait(self, shape: tuple[int, ...]) -> None:
@@ -363,7 +392,7 @@ class ReplayBuffer:
         """Return counts, their ratio, and by how many versions the sampled frames lagged.
 
         Frames and samples are those of all processes, the lag is that of the samples drawn here:
-        the newest version in the buffer minus the version that acted.
+        the newest version that was published, or is in the buffer, minus the version that acted.
         """
         written, drawn = (
             0 if self._ring is None else int(self._ring.words[word])
@@ -417,6 +446,11 @@ class ReplayBuffer:
         self.load_state_dict({**state, "frames": frames})
 
     # -- other processes, failures, the end -----------------------------------------------------
+
+    @property
+    def prepared(self) -> bool:
+        """Whether there is memory for frames."""
+        return self._ring is not None
 
     def handle(self) -> tuple[Handle, SharedMemory]:
         """Return what another process needs for `attached`; the memory travels beside a message."""

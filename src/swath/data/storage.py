@@ -65,6 +65,7 @@ class Word:
     BUSY = 8  # whether somebody changes the ledger
     STATE = 9  # OPEN, CLOSED or FAILED
     ERROR = 10  # bytes of the error
+    FREE = 11  # how many do not want writers to be held back
 
 
 OPEN, CLOSED, FAILED = range(3)
@@ -391,7 +392,7 @@ def open_ring(capacity: int, directory: Path) -> Ring:
         ) from None
     ring = Ring(_mapped(directory), memory.array, memory, directory)
     ring.stamps[ring.stamps < 0] = 0  # what a killed writer had begun
-    ring.words[Word.BUSY], ring.words[Word.STATE] = 1, OPEN
+    ring.words[Word.BUSY], ring.words[Word.STATE], ring.words[Word.FREE] = 1, OPEN, 0
     return ring
 
 
