@@ -24,21 +24,18 @@ from swath.data.storage import Ring, Word
 from swath.rollout import keys
 from swath.tree import Key
 
-__all__ = ["Draws", "Lags"]
+__all__ = ["Draws"]
 
 _PATIENCE = 8
-_MANY = 1 << 14
+_MANY, _LARGE = 32, 4096
 
 
 class Lags:
-    """By how many versions the frames that were drawn lagged.
-
-    They are added up many batches at a time, which takes a third of the time.
-    """
+    """By how many versions frames lagged; added up many batches at a time, for speed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._frames = self._sum = self._most = self._waiting_frames = 0
+        self._frames = self._sum = self._most = 0
         self._waiting: list[np.ndarray] = []
 
     def note(self, newest: int, versions: torch.Tensor) -> None:
@@ -46,21 +43,16 @@ class Lags:
         lags = newest - versions.numpy(force=True).reshape(-1)
         with self._lock:
             self._waiting.append(lags)
-            self._waiting_frames += lags.size
-            if self._waiting_frames > _MANY:
-                self._add_up()
-
-    def _add_up(self) -> None:
-        lags = np.concatenate(self._waiting)
-        self._frames, self._sum = self._frames + lags.size, self._sum + int(lags.sum())
-        self._most = max(self._most, int(lags.max(initial=0)))
-        self._waiting, self._waiting_frames = [], 0
+        if len(self._waiting) >= _MANY or lags.size > _LARGE:
+            self.as_dict()
 
     def as_dict(self) -> dict[str, float]:
         """Return their mean and the largest."""
         with self._lock:
             if self._waiting:
-                self._add_up()
+                lags = np.concatenate(self._waiting)
+                self._frames, self._sum = self._frames + lags.size, self._sum + int(lags.sum())
+                self._most, self._waiting = max(self._most, int(lags.max(initial=0))), []
             mean = self._sum / self._frames if self._frames else 0.0
             return {"lag_mean": mean, "lag_max": self._most}
 
