@@ -1,9 +1,9 @@
 """Collecting into a replay buffer in the background while a learner samples and trains.
 
-Run `python -m bench.background`. Two workers of eight CartPole envs each write to a buffer in shared
-memory; this process draws batches, trains a Q network at a given pace, and publishes its weights.
-Contestants take turns in one run; medians of the frames that come in during a turn are shown, beside
-the updates that the learner made: at equal updates, more frames are better.
+Run `python -m bench.background`. Two workers of eight CartPole envs write to a buffer that they and
+this process see; this process draws batches, trains a Q network at a given pace, and publishes its
+weights. Contestants take turns in one run; medians of the frames that come in during a turn are
+shown beside the updates that the learner made: at equal updates, more frames are better.
 """
 
 from __future__ import annotations

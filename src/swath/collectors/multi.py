@@ -14,7 +14,7 @@ import abc
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -26,9 +26,9 @@ from swath.collectors.base import STORED, BaseCollector
 from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
 from swath.collectors.options import Options, Scope
 from swath.collectors.single import checked_seed, plan_of
-from swath.data import ReplayBuffer
+from swath.collectors.storing import Storing
 from swath.errors import UsageError
-from swath.links import pack, unpack
+from swath.links import unpack
 from swath.observe import Episodes, Shares
 from swath.policies import policy_module
 from swath.rollout import Plan
@@ -43,8 +43,6 @@ from swath.workers.messages import (
     Reset,
     Rolled,
     SetSeed,
-    Store,
-    TakeHeld,
     TakeState,
 )
 from swath.workers.place import Place
@@ -75,8 +73,6 @@ class MultiCollector(BaseCollector):
         self._supervisor = Supervisor(parsed.on_worker_failure == "restart", parsed.max_restarts)
         self._incarnations = itertools.count(len(jobs))
         self._held: deque[tuple[Any, int]] = deque()
-        self._stores = False
-        self._attached: set[int] = set()
         self._broken_rollouts: deque[tuple[TensorDict, int]] = deque()
         self._open_ids: dict[int, Sequence[int]] = {}
         self._made = [0] * len(jobs)
@@ -84,6 +80,7 @@ class MultiCollector(BaseCollector):
         self._first_collect: float | None = None
         self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
         self._slabs = self._crew.place.slabs(self._crew)
+        self._storing = Storing(parsed, self._finishing, self._crew, self._supervisor)
         self._ender = weakref.finalize(self, self._crew.close, 0.0)
         try:
             self._start()
@@ -97,11 +94,11 @@ class MultiCollector(BaseCollector):
     def _start(self) -> None:
         numbers = range(self.num_workers)
         self._crew.launch(numbers)
-        built = self._checked(self._crew.answers(numbers))
+        built = self._supervisor.checked(self._crew.answers(numbers))
         self._envs = [built[number].num_envs for number in numbers]
         self._firsts = [sum(self._envs[:number]) for number in numbers]
         self._plans = self._plan()
-        ready = self._checked(
+        ready = self._supervisor.checked(
             self._crew.call({number: Begin(plan) for number, plan in enumerate(self._plans)})
         )
         self._forms: Ready = ready[0]
@@ -138,80 +135,41 @@ class MultiCollector(BaseCollector):
     def _steps(self) -> list[int]:
         """Return how many steps a rollout of each worker has."""
 
-    def _checked(self, answers: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return answers that are no failures; raise the first that is one."""
-        for number, answer in answers.items():
-            if isinstance(answer, (Failed, Died)):
-                raise self._supervisor.error(number, answer)
-        return answers
-
     # -- rollouts -------------------------------------------------------------------------------
 
     def _get_ready(self) -> None:
         """Let the workers write to the replay buffer themselves, if they can."""
-        reason = self._why_not_store()
-        if reason is not None:
-            self._writer = f"this process: {reason}"
+        if self._storing.on:
             return
-        self._settle()  # what comes of that is for this process to write
-        self._writer, self._stores = "workers", True
-        self._share_buffer(*range(self.num_workers))
-
-    def _why_not_store(self) -> str | None:
-        options, buffer = self.options, self.options.replay_buffer
-        if not isinstance(buffer, ReplayBuffer) or buffer.storage not in ("shared", "memmap"):
-            return "workers see a ReplayBuffer with storage='shared' or 'memmap' only"
-        if not all(link.shares_memory for link in self._crew.links.values()):
-            return "the workers share no memory with it"
-        if options.post_collect_hook is not None:
-            return "post_collect_hook gets the batches here"
-        if options.worker_timeout is not None and buffer.samples_per_insert is not None:
-            return "a worker held back by samples_per_insert would exceed worker_timeout"
-        if self._assembler is not None and self._frames:
-            return "trajectories were begun here before start()"
-        try:
-            self._finish_parcel = pack(self._finishing, "postproc")
-        except UsageError as error:
-            return str(error)
-        return None
-
-    def _share_buffer(self, *workers: int) -> None:
-        """Let workers write all further rollouts to the buffer, or hold them until they can."""
-        buffer = self.options.replay_buffer
-        handle, *memory = buffer.handle() if buffer.prepared else (None,)
-        for worker in workers:
-            self._crew.order(worker, Store(self._finish_parcel, handle), memory)
-        self._checked(self._crew.answers(workers))
+        reason = self._storing.why_not(begun=self._frames > 0)
+        self._writer = "workers" if reason is None else f"this process: {reason}"
+        if reason is None:
+            self._settle()  # what comes of that is for this process to write
+            self._storing.share(*range(self.num_workers))
+            self._storing.on = True
 
     def _rest(self) -> None:
-        if self._stores:
+        if self._storing.on:
             self._settle()  # or workers that are ahead would write on
             stored = [frames for batch, frames in self._held if batch is STORED]
             self._held = deque(one for one in self._held if one[0] is not STORED)
             self._frames, self._batches = self._frames + sum(stored), self._batches + len(stored)
 
-    def _held_by_workers(self, clear: bool) -> list[TensorDict]:
-        if not self._stores:
-            return []
-        messages = dict.fromkeys(self._crew.links, TakeHeld(clear))
-        answers = self._checked(self._crew.call(messages)).values()
-        return [frames for one in answers if (frames := unpack(one.state)) is not None]
-
     def _fetch_held(self) -> None:
         assert self._assembler is not None
-        for frames in self._held_by_workers(True):
+        for frames in self._storing.held(clear=True):
             self._assembler.push(frames)
 
     def _assembler_state(self) -> dict[str, Any]:
         whole = self._finishing.assembler()
         assert whole is not None
         whole.load_state_dict(super()._assembler_state())
-        for frames in self._held_by_workers(False):
+        for frames in self._storing.held(clear=False):
             whole.push(frames)
         return whole.state_dict()
 
     def _rollout(self) -> Any:
-        if self._stores and not self._in_background():
+        if self._storing.on and not self._in_background():
             raise UsageError(
                 "the workers of this collector write to the replay buffer by themselves since "
                 "start(); draw from it."
@@ -244,10 +202,7 @@ class MultiCollector(BaseCollector):
         self._shares.add(rolled.shares)
         self._open_ids[worker] = rolled.open_ids
         self._made[worker] += rolled.frames
-        if rolled.first is not None and worker not in self._attached:
-            self.options.replay_buffer.prepare(unpack(rolled.first))
-            self._attached.add(worker)
-            self._share_buffer(worker)
+        self._storing.hear(worker, rolled)
 
     @abc.abstractmethod
     def _mend(self, worker: int, event: Failed | Died) -> None:
@@ -286,9 +241,7 @@ class MultiCollector(BaseCollector):
             self._recovered(worker, answer)
             return
         self._block.begin(worker)
-        self._attached.discard(worker)
-        if self._stores:
-            self._share_buffer(worker)
+        self._storing.forget(worker)
 
     def _broken(self) -> TensorDict | None:
         if not self._broken_rollouts:
@@ -385,7 +338,7 @@ class MultiCollector(BaseCollector):
 
     def _tell_all(self, message: SetSeed | Reset) -> None:
         """Let all workers cut their episodes off, in one way or the other."""
-        self._checked(self._crew.call(dict.fromkeys(range(self.num_workers), message)))
+        self._supervisor.checked(self._crew.call(dict.fromkeys(range(self.num_workers), message)))
         if self._assembler is not None:
             self._assembler.discard_open()
 
@@ -414,7 +367,7 @@ class MultiCollector(BaseCollector):
     def _source_state(self) -> Any:
         self._settle()
         messages = dict.fromkeys(range(self.num_workers), TakeState())
-        states = self._checked(self._crew.call(messages))
+        states = self._supervisor.checked(self._crew.call(messages))
         return {
             "workers": [states[number].state for number in range(self.num_workers)],
             "held": [(batch.clone(), frames) for batch, frames in self._held],
@@ -431,7 +384,7 @@ class MultiCollector(BaseCollector):
                 f"{self.num_workers}."
             )
         self._settle()
-        self._checked(
+        self._supervisor.checked(
             self._crew.call({n: PutState(inner) for n, inner in enumerate(state["workers"])})
         )
         self._held = deque(state["held"])

@@ -145,7 +145,7 @@ class MultiAsyncCollector(MultiCollector):
 
     def _send(self, worker: int, slab: Slab, steps: int) -> None:
         number = next(self._order_numbers)
-        order = _Order(number, worker, slab, steps, self._version, self._stores)
+        order = _Order(number, worker, slab, steps, self._version, self._storing.on)
         self._ordered[worker].append(order)
         self._slabs.order(worker, slab, (0, self._envs[worker]), steps)
 

@@ -145,7 +145,7 @@ class MultiSyncCollector(MultiCollector):
         slab = self._pool.take()
         if self._supervisor.restart and not self._slabs.can_share(slab):
             slab = self._pool.make()  # one that a restarted worker can be given
-        self._round = _Round(slab, steps, set(range(self.num_workers)), stored=self._stores)
+        self._round = _Round(slab, steps, set(range(self.num_workers)), stored=self._storing.on)
         for worker, count in enumerate(steps):
             self._crew.interrupt(worker, False)
             self._slabs.order(worker, slab, self._spans[worker], count)
