@@ -423,15 +423,3 @@ def test_a_device_on_request() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="pin_memory=True needs a GPU"):
             ReplayBuffer(10, pin_memory=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_frames_on_a_gpu_and_batches_by_pinned_memory() -> None:
-    for options in ({"storage": "cuda"}, {"pin_memory": True, "device": "cuda"}):
-        buffer = ReplayBuffer(20, batch_size=8, **options)
-        for first in range(0, 100, 12):
-            buffer.extend(numbered(first, 3, 4).to("cuda" if first % 24 else "cpu"))
-            batch = buffer.sample()
-            assert batch["observation"].is_cuda
-            check(batch.cpu())

@@ -52,7 +52,8 @@ class Pace:
 
     def may_write(self, ring: Ring) -> bool:
         """Tell whether frames may be written now."""
-        return self.samples_per_insert is None or self.ahead(ring) <= self.tolerance
+        ratio = self.samples_per_insert
+        return ratio is None or ring.words[Word.FREE] > 0 or self.ahead(ring) <= self.tolerance
 
     def until(self, attempt: Callable[[], Any], check: Callable[[], None], what: str) -> Any:
         """Return what `attempt` returns once that is not None; `check` raises if it is in vain."""
