@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,17 +12,29 @@ from swath.links.launch import ending
 from swath.workers.remote import Invitation, Launcher, Started, main
 from swath.workers.worlds import World
 
-__all__ = ["LocalLauncher", "launcher_for"]
+__all__ = ["LocalLauncher", "Waiting", "launcher_for"]
 
-LAUNCHERS = ("mp", "submitit")
+_log = logging.getLogger("swath")
+LAUNCHERS = ("mp", "submitit", "submitit_delayed", "wait")
 
 
 def launcher_for(
-    name: str | None, slurm: Mapping[str, Any] | None, world: World | None
+    name: str | None, slurm: Mapping[str, Any] | None, world: World | None, per_node: int = 1
 ) -> Launcher:
-    """Return a launcher by its name, or for a world that exists."""
+    """Return a launcher by its name, or for a world that exists; `per_node` workers on a node."""
     if name is None or name == "mp":
         return LocalLauncher()
+    if name == "submitit":
+        from swath.workers.submitit import Executor, NodeLauncher
+
+        return NodeLauncher(Executor(slurm).submit, per_node)
+    if name == "submitit_delayed":
+        from swath.workers.delayed import Requests
+        from swath.workers.submitit import NodeLauncher
+
+        return NodeLauncher(Requests().submit, per_node)
+    if name == "wait":
+        return Waiting()
     raise UsageError(
         f"launcher must be one of {', '.join(LAUNCHERS)}; got {name!r}.{nearest(name, LAUNCHERS)}"
     )
@@ -57,3 +70,24 @@ class _Process:
     def cancel(self) -> None:
         self.process.kill()
         self.process.close()
+
+
+class Waiting:
+    """Starts nothing: workers come by themselves, by `python -m swath.workers.join`."""
+
+    process = None
+
+    def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
+        """Say where to come."""
+        address = f"{invitation.host}:{invitation.port}"
+        _log.warning("waiting for workers: python -m swath.workers.join %s %s", address, numbers)
+        return dict.fromkeys(numbers, self)
+
+    def check(self) -> None:
+        """Nothing: a worker may always come."""
+
+    def cancel(self) -> None:
+        """Nothing: it ends with its connection."""
+
+    def close(self) -> None:
+        """Nothing was started."""
