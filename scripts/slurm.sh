@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real Slurm on this machine, for tests: loopback only, ports of its own, everything in one folder.
 #
-#   scripts/slurm.sh up [FOLDER [NODES]]    starts it and prints what to export
+#   scripts/slurm.sh up [NODES [FOLDER]]    starts it and prints what to export
 #   scripts/slurm.sh down FOLDER            ends it and removes the folder
 #
 # Needs root, and Debian's packages slurm-wlm and munge, which it installs where apt-get can. Without
@@ -66,7 +66,7 @@ C
 up() {
   [ "$(id -u)" = 0 ] || { echo "only root can start Slurm's daemons" >&2; exit 3; }
   install
-  folder=${1:-$(mktemp -d /tmp/swath-slurm.XXXXXX)} count=${2:-1}
+  count=${1:-1} folder=${2:-$(mktemp -d /tmp/swath-slurm.XXXXXX)}
   mkdir -p "$folder/state"; chmod 755 "$folder"
   (umask 077; head -c 128 /dev/urandom >"$folder/munge.key")
   configure >"$folder/slurm.conf"

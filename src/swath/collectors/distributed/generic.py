@@ -76,7 +76,10 @@ class DistributedCollector(MultiCollector):
         if told is None and options.launcher == "wait":
             raise UsageError("launcher='wait' needs a secret that workers know; see SWATH_SECRET.")
         secret = told.encode() if told else new_secret()
-        host = options.host or guess_host()
+        slurm = {"cluster": "slurm", **(options.slurm_kwargs or {})}
+        host = options.host or guess_host(
+            options.launcher == "submitit" and slurm["cluster"] == "slurm"
+        )
         launcher = launcher_for(
             options.launcher,
             options.slurm_kwargs,
