@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests/collectors"))  # workers import multi_kit
 
 
 def _script(request: pytest.FixtureRequest, name: str, *arguments: str) -> str:

@@ -94,8 +94,8 @@ def test_workers_of_another_host_late_ones_and_strangers(hosts):
     stranger = join(hosts, address, 0, secret="another")
     code, err = ended(stranger)
     assert (code, "refused" in err, "Traceback" in err) == (1, True, False), err
-    with socket.socket() as probe, pytest.raises(OSError):  # nobody listens on our own loopback
-        probe.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+    with socket.socket() as probe:  # that is nobody here: the hosts are their own
+        assert probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2])))
     workers.append(join(hosts, address, 0))
     read(trainer, "first")
     assert ended(join(hosts, address, 0, secret="another"))[0] == 1  # also while it collects
@@ -105,7 +105,7 @@ def test_workers_of_another_host_late_ones_and_strangers(hosts):
     code, err = ended(trainer)
     assert code == 0
     assert len(re.findall(f"refused a connection from {hosts.other}: .*secret", err)) == 2
-    assert [ended(worker) for worker in workers] == [(0, "")] * 2
+    assert [ended(worker)[0] for worker in workers] == [0, 0]
 
 
 def test_a_short_cut_holds_collection_up_and_no_more(hosts):
@@ -213,4 +213,4 @@ def test_the_address_towards_the_controller_of_slurm_is_guessed(hosts, told, tmp
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     code = "from swath.links.gate import guess_host; print(guess_host(), guess_host(True))"
     trainer = hosts.start("a", "-c", code)
-    assert trainer.communicate(timeout=60)[0] == f"127.0.0.1 {hosts.address}\n"
+    assert trainer.communicate(timeout=150)[0] == f"127.0.0.1 {hosts.address}\n"

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import multi_kit as kit
 import pytest
@@ -116,7 +117,7 @@ def test_jobs_that_are_not_accepted(slurm, tmp_path):
     ("conf", "words"),
     [
         ({"cluster": "debug"}, "cluster must be 'slurm' or 'local'; got 'debug'"),
-        ({"cluster": "local", "memory": 3}, "submitit does not take these.*memory"),
+        ({"cluster": "local", "memory": 3}, "submitit does not take this.*memory"),
     ],
 )
 def test_parameters_that_make_no_sense(conf, words, tmp_path):
@@ -160,6 +161,14 @@ def test_no_job_outlives_a_trainer_that_is_killed(slurm, tmp_path):
         assert len(slurm.jobs()) == 2
         trainer.kill()
     assert slurm.gone(15)
+
+
+def test_the_example(slurm, tmp_path):
+    path = Path(__file__).parents[2] / "examples/distributed/slurm.py"
+    arguments = ["--workers", "2", "--frames", "4000", "--folder", str(tmp_path)]
+    command = [sys.executable, str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.stdout.splitlines()[-1:] == ["4000 frames in all"], done.stderr
 
 
 DELAYED = """

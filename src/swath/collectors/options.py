@@ -159,8 +159,8 @@ class Options:
     ranks of the world that this process was started in by `torchrun` or `mpirun`, if there is one,
     else "mp"."""
     slurm_kwargs: Mapping[str, Any] | None = _for_cluster(None)
-    """Parameters of submitit: `slurm_partition`, `timeout_min` (a day) and so on; `folder` is for its
-    files, on all nodes the same; `cluster="local"` for processes instead of Slurm."""
+    """Parameters of submitit: `slurm_partition`, `timeout_min` (a day) and so on; its files go to
+    `folder`, which all nodes see; `cluster="local"` for processes instead of Slurm."""
     host: str | None = _for_cluster(None)
     """The address of this machine that workers dial; loopback, or the node's in a Slurm job."""
     tcp_port: int = _for_cluster(0)

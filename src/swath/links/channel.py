@@ -24,8 +24,8 @@ __all__ = ["Channel"]
 
 _LENGTH = struct.Struct("=Q")
 _MOST_DESCRIPTORS = 8
-_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EBADF)  # the last: closed here
-_GONE += (errno.ENETUNREACH, errno.EHOSTUNREACH)  # cut off for so long that it was given up
+_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EBADF}  # the last: closed here
+_GONE |= {errno.ENETUNREACH, errno.EHOSTUNREACH}  # cut off for so long that it was given up
 
 
 class Channel:

@@ -15,25 +15,24 @@ folder is private, since an invitation holds the secret of the run.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import pickle
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import sleep
 from typing import Any
 
-from swath.errors import UsageError, nearest
+from swath.errors import UsageError
 from swath.workers.remote import Invitation
 from swath.workers.submitit import Executor, SubmititJob, add_to_path
 
-__all__ = ["Requests", "delayed_options", "submitit_delayed_launcher"]
+__all__ = ["Request", "delayed_options", "submitit_delayed_launcher"]
 
 _VARIABLE = "SWATH_DELAYED"
 _EVERY = 0.5
-FRAMEWORKS = ("distributed", "rpc")
 
 
 def submitit_delayed_launcher(
@@ -53,7 +52,7 @@ def submitit_delayed_launcher(
         num_jobs: Jobs for workers, at most: one for each node of the collector.
         framework: "distributed", or "rpc" for slabs and weights by RPC.
         backend: That of the collector, if it does not say another.
-        tcpport: The port that workers dial, if the collector does not say another; 0 for a free one.
+        tcpport: The port that workers dial, if the collector does not say another; 0: a free one.
         submitit_main_conf: Parameters of submitit for the function's job, as in `slurm_kwargs`.
         submitit_collection_conf: The same for the jobs of the workers.
 
@@ -64,26 +63,21 @@ def submitit_delayed_launcher(
         ...         ["CartPole-v1"] * 2, frames_per_batch=100, launcher="submitit_delayed"
         ...     )
     """
-    if framework not in FRAMEWORKS:
-        raise UsageError(
-            f"framework must be one of {', '.join(FRAMEWORKS)}; got {framework!r}."
-            f"{nearest(framework, FRAMEWORKS)}"
-        )
+    if framework not in ("distributed", "rpc"):
+        raise UsageError(f"framework must be one of distributed, rpc; got {framework!r}.")
+    options = {"backend": "rpc" if framework == "rpc" else backend, "tcp_port": tcpport}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def submitted(*args: Any, **kwargs: Any) -> Any:
-            executor = Executor(submitit_main_conf)
-            box = executor.folder / "requests"
-            box.mkdir(mode=0o700)
-            used = "rpc" if framework == "rpc" else backend
-            told = json.dumps({"box": str(box), "backend": used, "tcp_port": tcpport})
-            collection = {"folder": executor.folder, **(submitit_collection_conf or {})}
-            if submitit_main_conf and "cluster" in submitit_main_conf:
-                collection.setdefault("cluster", submitit_main_conf["cluster"])
-            office = _Office(box, Executor(collection), num_jobs)
+            mine = Executor(submitit_main_conf)
+            same = {"cluster": mine.cluster, "folder": mine.folder}
+            theirs = Executor({**same, **(submitit_collection_conf or {})})
             work = functools.partial(function, *args, **kwargs)
-            return office.serve(executor.run(_be_trainer, work, told, sys.path))
+            told = json.dumps({"folder": str(mine.folder), "options": options})
+            return _serve(
+                mine.run(_be_trainer, work, told, sys.path), mine.folder, theirs, num_jobs
+            )
 
         return submitted
 
@@ -96,77 +90,60 @@ def _be_trainer(work: Callable[[], Any], told: str, path: Sequence[str]) -> Any:
     return work()
 
 
-class _Office:
-    """Your process's side: submits what is requested."""
-
-    def __init__(self, box: Path, executor: Executor, most: int) -> None:
-        self._box, self._executor, self._most = box, executor, most
-        self._jobs: dict[Path, SubmititJob] = {}
-
-    def serve(self, trainer: SubmititJob) -> Any:
-        """Serve the trainer until its job has ended; return what it returned."""
-        try:
-            while trainer.ended() is None:
-                self._look()
-                sleep(_EVERY)
-            return trainer.result()
-        finally:
-            for job in (trainer, *self._jobs.values()):
-                job.cancel()
-
-    def _look(self) -> None:
-        requests = set(self._box.glob("*.request"))
-        for gone in self._jobs.keys() - requests:
-            self._jobs.pop(gone).cancel()
-        for request in sorted(requests):
-            error = self._tended(request)
-            if error is not None:
-                _write(request.with_suffix(".error"), error.encode())
-
-    def _tended(self, request: Path) -> str | None:
-        """Begin what is requested, or look after it; return what is wrong, if anything is."""
-        if request in self._jobs:
-            return self._jobs[request].ended()
-        if len(self._jobs) >= self._most:
-            return f"the collector has more nodes than num_jobs={self._most} of the launcher."
-        try:
-            self._jobs[request] = self._executor.submit(*pickle.loads(request.read_bytes()))
-        except Exception as error:
-            return str(error)
-        return None
+def _serve(trainer: SubmititJob, folder: Path, executor: Executor, most: int) -> Any:
+    """Submit what the trainer requests until its job has ended; return what it returned."""
+    jobs: dict[Path, SubmititJob] = {}
+    try:
+        while trainer.ended() is None:
+            requests = sorted(folder.glob("*.request"))
+            for gone in jobs.keys() - set(requests):
+                jobs.pop(gone).cancel()
+            for request in requests:
+                error = _tend(request, jobs, executor, most)
+                if error is not None:
+                    _write(request.with_suffix(".error"), error.encode())
+            sleep(_EVERY)
+        return trainer.result()
+    finally:
+        for job in (trainer, *jobs.values()):
+            job.cancel()
 
 
-class Requests:
-    """The trainer's side: asks for jobs."""
+def _tend(
+    request: Path, jobs: dict[Path, SubmititJob], executor: Executor, most: int
+) -> str | None:
+    """Begin what is requested, or look after it; return what is wrong, if anything is."""
+    if request in jobs:
+        return jobs[request].ended()
+    if len(jobs) >= most:
+        return f"the collector has more nodes than num_jobs={most} of the launcher."
+    try:
+        jobs[request] = executor.submit(*pickle.loads(request.read_bytes()))
+    except Exception as error:
+        return str(error)
+    return None
 
-    def __init__(self) -> None:
-        self._box = Path(_told()["box"])
-        self._numbers = itertools.count()
 
-    def submit(self, invitation: Invitation, numbers: Sequence[int]) -> _Request:
-        """Ask for a job for the workers of one node."""
-        path = self._box / f"{os.getpid()}-{next(self._numbers)}.request"
-        _write(path, pickle.dumps((invitation, numbers)))
-        return _Request(path)
+class Request:
+    """In the trainer's job: asks for a job for the workers of one node."""
 
-
-class _Request:
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, invitation: Invitation, numbers: Sequence[int]) -> None:
+        self._path = Path(_told()["folder"], f"{uuid.uuid4()}.request")
+        _write(self._path, pickle.dumps((invitation, numbers)))
 
     def ended(self) -> str | None:
+        """Say what became of the job, if it has ended or was not accepted."""
         error = self._path.with_suffix(".error")
         return error.read_text() if error.exists() else None
 
     def cancel(self) -> None:
+        """Want it no more."""
         self._path.unlink(missing_ok=True)
 
 
 def delayed_options() -> dict[str, Any]:
     """Return options of a collector as the decorator has them."""
-    told = _told()
-    del told["box"]
-    return told
+    return _told()["options"]
 
 
 def _told() -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Be a worker of a collector that waits for one: `python -m swath.workers.join HOST:PORT NUMBER`.
 
-The collector has `launcher="wait"`; both read the secret of the run from the environment variable
-SWATH_SECRET, unless the collector was given one.
+The collector has `launcher="wait"`; both have the secret from the environment, SWATH_SECRET.
 """
 
 from __future__ import annotations
@@ -12,27 +11,17 @@ import sys
 
 from swath.workers.remote import Invitation, join
 
-__all__ = ["main"]
-
-
-def main() -> int:
-    """Join, and return what a shell wants to know."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m swath.workers.join", description="Be a worker.")
     parser.add_argument("address", metavar="HOST:PORT", help="of the collector")
     parser.add_argument("number", type=int, help="which worker to be, from 0")
     parser.add_argument("--link-timeout", type=float, default=60.0, help="as the collector has it")
     given = parser.parse_args()
     host, _, port = given.address.rpartition(":")
-    if not port.isdigit() or "SWATH_SECRET" not in os.environ:
+    secret = os.environ.get("SWATH_SECRET", "").encode()
+    if not (port.isdigit() and secret):
         parser.error("give the collector as HOST:PORT and its secret in SWATH_SECRET.")
-    secret = os.environ["SWATH_SECRET"].encode()
     try:
         join(Invitation(host.strip("[]"), int(port), secret, given.link_timeout), given.number)
     except (OSError, RuntimeError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        sys.exit(str(error))

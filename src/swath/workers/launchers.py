@@ -9,7 +9,9 @@ from typing import Any
 from swath.errors import UsageError, WorkerError, nearest
 from swath.links import Launched, launch, pack
 from swath.links.launch import ending
+from swath.workers.delayed import Request
 from swath.workers.remote import Invitation, Launcher, Started, main
+from swath.workers.submitit import Executor, NodeLauncher
 from swath.workers.worlds import World
 
 __all__ = ["LocalLauncher", "Waiting", "launcher_for"]
@@ -25,14 +27,9 @@ def launcher_for(
     if name is None or name == "mp":
         return LocalLauncher()
     if name == "submitit":
-        from swath.workers.submitit import Executor, NodeLauncher
-
         return NodeLauncher(Executor(slurm).submit, per_node)
     if name == "submitit_delayed":
-        from swath.workers.delayed import Requests
-        from swath.workers.submitit import NodeLauncher
-
-        return NodeLauncher(Requests().submit, per_node)
+        return NodeLauncher(Request, per_node)
     if name == "wait":
         return Waiting()
     raise UsageError(

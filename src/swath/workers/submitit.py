@@ -2,7 +2,7 @@
 
 ```
  your process                                    a job, one for each node
-   SubmititLauncher --- sbatch: invitation -->     node()  starts its workers, ends with them
+   NodeLauncher --- sbatch: invitation ------->    node()  starts its workers, ends with them
    gate  <------------------ dials --------------    | worker, worker ...
 ```
 
@@ -13,7 +13,6 @@ outlives your process, however that ends. Jobs that never started are cancelled.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -21,23 +20,23 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 from swath.errors import UsageError, WorkerError
 from swath.links import forkserver, launch, pack
 from swath.workers.remote import Invitation, Started, main
 
-__all__ = ["Executor", "Job", "NodeLauncher", "node"]
+__all__ = ["Executor", "NodeLauncher", "SubmititJob", "add_to_path"]
 
 _log = logging.getLogger("swath")
 _ASK_EVERY = 2.0
-_DAY = 24 * 60
-_OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL")
-_OVER += ("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
-_LAST_LINES = 12
+_DEFAULTS = {"timeout_min": 24 * 60, "name": "swath"}
+_OVER = set(
+    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
+)
 
 
 def node(invitation: Invitation, numbers: Sequence[int], path: Sequence[str]) -> None:
@@ -47,8 +46,6 @@ def node(invitation: Invitation, numbers: Sequence[int], path: Sequence[str]) ->
     add_to_path(path)
     workers = [launch(main, pack((invitation, number), "the invitation")) for number in numbers]
     codes = [worker.exit_code(None) for worker in workers]
-    for worker in workers:
-        worker.close()
     if any(codes):
         sys.exit(1)  # no exception: the log is to end with what the worker said
 
@@ -58,39 +55,27 @@ def add_to_path(path: Sequence[str]) -> None:
     sys.path.extend(one for one in path if one not in sys.path)
 
 
-class Job(Protocol):
-    """What runs the workers of one node."""
-
-    def ended(self) -> str | None:
-        """Say how it ended, if it has."""
-        ...
-
-    def cancel(self) -> None:
-        """End it."""
-        ...
-
-
 class NodeLauncher:
     """One job for each node.
 
     Args:
-        submit: Starts a job for some workers.
+        submit: Starts a job for some workers; it can be asked whether it has `ended()`.
         per_node: How many workers a node has.
     """
 
-    def __init__(self, submit: Callable[[Invitation, Sequence[int]], Job], per_node: int) -> None:
+    def __init__(self, submit: Callable[[Invitation, Sequence[int]], Any], per_node: int) -> None:
         self._submit, self._per_node = submit, per_node
 
     def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
         """Submit a job for each node that has one of these workers."""
-        nodes: dict[int, list[int]] = {}
+        nodes: dict[int, set[int]] = {}
         for number in numbers:
-            nodes.setdefault(number // self._per_node, []).append(number)
+            nodes.setdefault(number // self._per_node, set()).add(number)
         started: dict[int, Started] = {}
         try:
             for workers in nodes.values():
-                job, left = self._submit(invitation, workers), set(workers)
-                started.update({number: _Seat(number, job, left) for number in workers})
+                job = self._submit(invitation, sorted(workers))
+                started.update({number: _Seat(number, job, workers) for number in sorted(workers)})
         except BaseException:
             for one in started.values():
                 one.cancel()
@@ -106,7 +91,7 @@ class _Seat:
 
     process = None
 
-    def __init__(self, number: int, job: Job, left: set[int]) -> None:
+    def __init__(self, number: int, job: Any, left: set[int]) -> None:
         self._number, self._job, self._left = number, job, left
 
     def check(self) -> None:
@@ -131,28 +116,23 @@ class Executor:
         try:
             import submitit
         except ImportError as error:
-            raise UsageError(
-                "launcher='submitit' needs submitit: pip install swath[slurm]."
-            ) from error
-        conf = {"timeout_min": _DAY, "name": "swath", **(conf or {})}
-        cluster = conf.pop("cluster", "slurm")
-        if cluster not in ("slurm", "local"):
-            raise UsageError(f"cluster must be 'slurm' or 'local'; got {cluster!r}.")
+            raise UsageError("jobs need submitit: pip install swath[slurm].") from error
+        conf = {**_DEFAULTS, **(conf or {})}
+        self.cluster = conf.pop("cluster", "slurm")
+        if self.cluster not in ("slurm", "local"):
+            raise UsageError(f"cluster must be 'slurm' or 'local'; got {self.cluster!r}.")
         parent = Path(conf.pop("folder", "swath_jobs")).expanduser().absolute()
         parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="run-", dir=parent))  # private: it has secrets
-        self._local = cluster == "local"
-        more = conf.pop("slurm_additional_parameters", {})
         # A job that Slurm starts again by itself would come when nobody waits for it.
-        conf["slurm_additional_parameters"] = {"no-requeue": True, **more}
+        more = {"no-requeue": True, **conf.pop("slurm_additional_parameters", {})}
         try:
-            self._submitit = submitit.AutoExecutor(self.folder, cluster=cluster)
-            self._submitit.update_parameters(**conf)
+            self._submitit = submitit.AutoExecutor(self.folder, cluster=self.cluster)
+            self._submitit.update_parameters(**conf, slurm_additional_parameters=more)
         except (RuntimeError, NameError, ValueError, AssertionError) as error:
             self.folder.rmdir()
             raise UsageError(
-                f"submitit does not take these parameters: {error} Without Slurm, use "
-                "cluster='local'."
+                f"submitit does not take this: {error} Without Slurm, use cluster='local'."
             ) from error
 
     def submit(self, invitation: Invitation, numbers: Sequence[int]) -> SubmititJob:
@@ -161,32 +141,16 @@ class Executor:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> SubmititJob:
         """Start a job that calls a function."""
-        with _outside_of_jobs():
+        from submitit.helpers import clean_env
+
+        kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF"}
+        with clean_env():  # in a job, another one would take over what this one asked for
+            os.environ.update(kept)
             try:
                 job = self._submitit.submit(function, *arguments)
             except Exception as error:
                 raise WorkerError(f"the job was not accepted: {error}") from error
-        if self._local:
-            threading.Thread(target=_reap, args=[job], name="swath job", daemon=True).start()
-        return SubmititJob(job, self._local)
-
-
-@contextlib.contextmanager
-def _outside_of_jobs() -> Iterator[None]:
-    """Hide that this process is in a job: one that is submitted here would take over its size."""
-    from submitit.helpers import clean_env
-
-    kept = os.environ.get("SLURM_CONF")
-    with clean_env():
-        if kept is not None:
-            os.environ["SLURM_CONF"] = kept
-        yield
-
-
-def _reap(job: Any) -> None:
-    """Wait for a job that is a child of this process."""
-    while not job.done():
-        sleep(0.1)
+        return SubmititJob(job, self.cluster == "local")
 
 
 class SubmititJob:
@@ -195,25 +159,26 @@ class SubmititJob:
     def __init__(self, job: Any, local: bool) -> None:
         self._job, self._local = job, local
         self._asked, self._state = monotonic(), "PENDING"
+        if local:  # it is a child of this process
+            threading.Thread(target=self._reap, name="swath job", daemon=True).start()
 
-    def state(self) -> str:
-        """Return what is known of it, in Slurm's words; asked for now and then."""
+    def _reap(self) -> None:
+        while not self._job.done():
+            sleep(0.1)
+
+    def ended(self) -> str | None:
+        """Say how it ended, if it has; Slurm is asked now and then only."""
         if self._local:
             self._state = "COMPLETED" if self._job.done() else "RUNNING"
         elif monotonic() - self._asked >= _ASK_EVERY:
             self._asked = monotonic()
             self._state = _squeue(self._job.job_id) or self._state
-        return self._state
-
-    def ended(self) -> str | None:
-        """Say how it ended, if it has."""
-        state = self.state()
-        if state.split(" ")[0] not in _OVER:
+        if self._state.split(" ")[0] not in _OVER:
             return None
         path = self._job.paths.stderr
         log = path.read_text(errors="replace").splitlines() if path.exists() else []
-        last = "\n".join(log[-_LAST_LINES:])
-        return f"job {self._job.job_id} has ended ({state}). Its log {path} ends with:\n{last}"
+        last = "\n".join(log[-12:])
+        return f"job {self._job.job_id} has ended ({self._state}). Its log {path} ends:\n{last}"
 
     def result(self) -> Any:
         """Return what the function returned, once the job has ended; raise what it raised."""
@@ -226,7 +191,7 @@ class SubmititJob:
 
     def cancel(self) -> None:
         """End it."""
-        self._asked = -_ASK_EVERY  # so that it is asked for now
+        self._asked = -_ASK_EVERY  # so that Slurm is asked now
         if self.ended() is None:
             if self._state.startswith("PENDING"):
                 _log.warning("job %s never started: %s", self._job.job_id, self._state)
@@ -240,6 +205,6 @@ def _squeue(job_id: str) -> str | None:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if told.returncode == 0:
+    if told.returncode == 0 or "Invalid job id" in told.stderr:
         return told.stdout.strip() or "COMPLETED (long ago)"
-    return "COMPLETED (long ago)" if "Invalid job id" in told.stderr else None
+    return None
