@@ -26,8 +26,9 @@ from time import sleep
 from typing import Any
 
 from swath.errors import UsageError
+from swath.workers.join import add_to_path
 from swath.workers.remote import Invitation
-from swath.workers.submitit import Executor, SubmititJob, add_to_path
+from swath.workers.submitit import Executor, SubmititJob
 
 __all__ = ["Request", "delayed_options", "submitit_delayed_launcher"]
 

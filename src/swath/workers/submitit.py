@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,33 +25,17 @@ from time import monotonic, sleep
 from typing import Any
 
 from swath.errors import UsageError, WorkerError
-from swath.links import forkserver, launch, pack
-from swath.workers.remote import Invitation, Started, main
+from swath.links import pack
+from swath.workers.join import node
+from swath.workers.remote import Invitation, Started
 
-__all__ = ["Executor", "NodeLauncher", "SubmititJob", "add_to_path"]
+__all__ = ["Executor", "NodeLauncher", "SubmititJob"]
 
 _log = logging.getLogger("swath")
 _ASK_EVERY = 2.0
 _DEFAULTS = {"timeout_min": 24 * 60, "name": "swath"}
-_OVER = set(
-    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
-)
-
-
-def node(invitation: Invitation, numbers: Sequence[int], path: Sequence[str]) -> None:
-    """Be a node, in a job: run these workers until the last of them has ended."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit would ignore it
-    forkserver.in_worker = os.getpid()  # workers are forks of this process: it has torch already
-    add_to_path(path)
-    workers = [launch(main, pack((invitation, number), "the invitation")) for number in numbers]
-    codes = [worker.exit_code(None) for worker in workers]
-    if any(codes):
-        sys.exit(1)  # no exception: the log is to end with what the worker said
-
-
-def add_to_path(path: Sequence[str]) -> None:
-    """Let this process import what the one that submitted it can."""
-    sys.path.extend(one for one in path if one not in sys.path)
+_OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
+_OVER |= {"OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 
 class NodeLauncher:
@@ -137,7 +120,8 @@ class Executor:
 
     def submit(self, invitation: Invitation, numbers: Sequence[int]) -> SubmititJob:
         """Start a job for the workers of one node."""
-        return self.run(node, invitation, numbers, sys.path)
+        payloads = [pack((invitation, number), "the invitation") for number in numbers]
+        return self.run(node, payloads, sys.path)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> SubmititJob:
         """Start a job that calls a function."""
