@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import multi_kit as kit
@@ -17,7 +19,10 @@ import pytest
 from swath.collectors import Collector
 from swath.collectors.distributed import DistributedCollector, submitit_delayed_launcher
 from swath.errors import UsageError, WorkerError
+from swath.links import pack
+from swath.links.gate import Gate
 from swath.testing import CountingEnv, SlowEnv, check_transitions
+from swath.workers.remote import Invitation
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("local_jobs")]
 
@@ -92,6 +97,32 @@ def test_a_killed_worker_is_replaced_and_its_neighbour_stays(tmp_path):
         assert collector.stats()["restarts"] == 1
         assert kit.pids_of(collector)[1] == second
     assert check_transitions(batches) == 400
+
+
+def test_a_worker_that_is_frozen_does_not_keep_its_job(slurm, tmp_path):
+    collector = make([CountingEnv], folder=tmp_path)
+    collector.next()
+    os.kill(*kit.pids_of(collector), signal.SIGSTOP)
+    collector.shutdown(timeout=1)
+    assert slurm.gone()
+
+
+def test_a_job_ends_if_one_of_its_workers_cannot_join():
+    gate = Gate("127.0.0.1", 0, b"s3", 60)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    payloads = [
+        pack((Invitation("127.0.0.1", gate.port, b"s3", 60), 0), "the invitation"),
+        pack((Invitation("127.0.0.1", port, b"s3", 1), 1), "the invitation"),
+    ]
+    with start(f"from swath.workers.join import node; node({payloads!r}, [])") as job:
+        _, err = job.communicate(timeout=150)
+    assert job.returncode == 1
+    assert f"nobody listens on 127.0.0.1 port {port}" in err
+    arrival = gate.fetch(0, time.monotonic() + 10, lambda: None)
+    gate.close()
+    assert arrival.channel.await_end(10)
+    arrival.channel.close()
 
 
 def test_a_job_that_never_starts_is_cancelled(slurm, tmp_path, caplog):
