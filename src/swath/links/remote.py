@@ -262,5 +262,6 @@ class RemotePort:
             except Exception:  # nobody wants it any more
                 break
         self._ended.set()
+        self._channel.end()  # closing alone says nothing while our thread listens
         self._channel.close()
         self._bulk.close()

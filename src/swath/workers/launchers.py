@@ -9,7 +9,7 @@ from swath.errors import UsageError, WorkerError, nearest
 from swath.links import Launched, launch, pack
 from swath.links.launch import ending
 from swath.workers.remote import Invitation, Launcher, Started, main
-from swath.workers.worlds import World
+from swath.workers.worlds import World, WorldLauncher
 
 __all__ = ["LocalLauncher", "launcher_for"]
 
@@ -17,9 +17,11 @@ LAUNCHERS = ("mp", "submitit")
 
 
 def launcher_for(
-    name: str | None, slurm: Mapping[str, Any] | None, world: World | None
+    name: str | None, slurm: Mapping[str, Any] | None, world: World | None, secret: bool
 ) -> Launcher:
-    """Return a launcher by its name, or for a world that exists."""
+    """Return a launcher by its name, or for a world that exists and may need the secret."""
+    if world is not None:
+        return WorldLauncher(world, secret)
     if name is None or name == "mp":
         return LocalLauncher()
     raise UsageError(

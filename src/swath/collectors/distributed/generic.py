@@ -17,6 +17,7 @@ from swath.collectors.multi import MultiCollector
 from swath.collectors.multi_async import MultiAsyncCollector
 from swath.collectors.multi_sync import MultiSyncCollector
 from swath.collectors.options import Options
+from swath.errors import UsageError
 from swath.links.gate import Gate, guess_host, new_secret
 from swath.links.media import medium_for
 from swath.workers.launchers import launcher_for
@@ -59,18 +60,32 @@ class DistributedCollector(MultiCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         options = node_options({**self._defaults, **options})
-        self._world = find_world(options) if options.get("launcher") is None else None
+        self._world = find_world() if options.get("launcher") is None else None
         if self._world is not None:
-            self._world.serve_unless_first()
+            if self._world.rank:
+                self._world.serve(options.get("secret"))
             if not isinstance(create_env_fn, (list, tuple)):
-                options.setdefault("num_workers", self._world.size - 1)
+                each = options.get("num_workers_per_collector", 1)
+                options.setdefault("num_workers", max(1, (self._world.size - 1) // each))
+        if options.get("on_worker_failure") == "restart":
+            self._check_restart(options.get("backend"))
         super().__init__(create_env_fn, policy, **options)
+
+    def _check_restart(self, backend: Any) -> None:
+        reason = None
+        if self._world is not None:
+            reason = "ranks of torchrun or mpirun are not ours to start again; give launcher='mp'"
+        elif backend == "rpc":
+            reason = "nobody can come back into a group of torch.distributed.rpc; use 'gloo'"
+        if reason is not None:
+            raise UsageError(f"on_worker_failure='restart' cannot be kept here: {reason}.")
 
     def _place(self, count: int) -> Place:
         options = self.options
         secret = options.secret.encode() if options.secret else new_secret()
-        host = options.host or guess_host()
-        launcher = launcher_for(options.launcher, options.slurm_kwargs, self._world)
+        world = self._world
+        host = options.host or (world and world.host) or guess_host()
+        launcher = launcher_for(options.launcher, options.slurm_kwargs, world, not options.secret)
         gate = Gate(host, options.tcp_port, secret, options.link_timeout)
         try:
             medium = medium_for(
@@ -78,6 +93,7 @@ class DistributedCollector(MultiCollector):
                 host,
                 new_secret().hex(),
                 options.link_timeout,
+                world is not None and world.is_mpi,
                 visible_devices=options.visible_devices,
                 tensorpipe_options=options.tensorpipe_options,
             )
