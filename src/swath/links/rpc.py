@@ -19,6 +19,8 @@ the others, some of which may be dead.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import socket
 import struct
@@ -122,7 +124,7 @@ class RpcMedium:
     def _end(self) -> None:
         if self._closed and not self._open and self._store is not None:
             self._store = None
-            rpc.shutdown(graceful=False)
+            _leave()
 
 
 class _TrainerBulk:
@@ -220,7 +222,7 @@ class _WorkerBulk:
         return wait
 
     def close(self) -> None:
-        rpc.shutdown(graceful=False)
+        _leave()
 
 
 # -- joining ------------------------------------------------------------------------------------
@@ -240,6 +242,7 @@ def _join(store: Any, ticket: RpcTicket, name: str, own_host: str) -> None:
     interface = _interface_of(own_host)
     if before is None and interface is not None:
         os.environ[_INTERFACE] = interface
+    _quiet(True)
     try:
         rpc.init_rpc(name, rank=ticket.number + 1, rpc_backend_options=options)
     finally:
@@ -247,6 +250,24 @@ def _join(store: Any, ticket: RpcTicket, name: str, own_host: str) -> None:
             os.environ.pop(_INTERFACE, None)
 
 
+def _leave() -> None:
+    rpc.shutdown(graceful=False)
+    _quiet(False)
+
+
+def _quiet(on: bool) -> None:
+    """Hide that torch warns of each connection that ends, also when all is well."""
+    library = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+    with contextlib.suppress(OSError, ValueError):  # elsewhere it is in another place
+        level = ctypes.c_int.in_dll(ctypes.CDLL(library), "FLAGS_caffe2_log_level")
+        if on:
+            _levels.append(level.value)
+            level.value = max(level.value, 2)  # errors
+        elif _levels:
+            level.value = _levels.pop()
+
+
+_levels: list[int] = []
 _meeting: Any = None
 """The store that `init_rpc` is to use."""
 
