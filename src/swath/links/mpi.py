@@ -181,7 +181,7 @@ class _Pump:
         """Give up what is under way for one worker."""
         with self.turn:
             for one in [one for one in self._under_way if one.bulk is bulk]:
-                if one.pause == _RECEIVING:
+                if not one.test() and one.pause == _RECEIVING:
                     one.request.Cancel()
                 if not one.test():
                     self._kept.append(one)

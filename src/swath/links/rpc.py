@@ -246,6 +246,7 @@ def _join(store: Any, ticket: RpcTicket, name: str, own_host: str) -> None:
     try:
         rpc.init_rpc(name, rank=ticket.number + 1, rpc_backend_options=options)
     finally:
+        _meeting = None
         if before is None:
             os.environ.pop(_INTERFACE, None)
 

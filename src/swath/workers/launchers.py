@@ -17,11 +17,11 @@ LAUNCHERS = ("mp", "submitit")
 
 
 def launcher_for(
-    name: str | None, slurm: Mapping[str, Any] | None, world: World | None, secret: bool
+    name: str | None, slurm: Mapping[str, Any] | None, world: World | None
 ) -> Launcher:
-    """Return a launcher by its name, or for a world that exists and may need the secret."""
+    """Return a launcher by its name, or for a world that exists."""
     if world is not None:
-        return WorldLauncher(world, secret)
+        return WorldLauncher(world)
     if name is None or name == "mp":
         return LocalLauncher()
     raise UsageError(

@@ -71,25 +71,26 @@ class World:
         if rank == 0:
             atexit.register(self._end)
 
-    def announce(self, invitation: Invitation, count: int, secret: bool) -> None:
-        """In rank 0: tell so many others where to come, with the `secret` unless they know it."""
-        told = {**asdict(invitation), "secret": invitation.secret.hex() * secret, "count": count}
+    def announce(self, invitation: Invitation, count: int) -> None:
+        """In rank 0: tell so many others where to come."""
+        told = {**asdict(invitation), "secret": invitation.secret.hex(), "count": count}
         self._board.post(json.dumps(told))
 
     def _end(self) -> None:
         with contextlib.suppress(Exception):  # somebody is gone already
             self._board.post(_END)
 
-    def serve(self, secret: str | None) -> NoReturn:
+    def serve(self) -> NoReturn:
         """In all other ranks: be a worker of each collector of rank 0, and exit with rank 0."""
         while (text := self._read()) != _END:
             told = json.loads(text)
-            count, key = told.pop("count"), bytes.fromhex(told.pop("secret"))
-            if self.rank <= count:
-                try:
-                    join(Invitation(**told, secret=key or str(secret).encode()), self.rank - 1)
-                except (ConnectionError, EOFError) as error:  # it has given up before we came
-                    _log.warning("rank %d was not let in: %s", self.rank, error)
+            if self.rank > told.pop("count"):
+                continue
+            told["secret"] = bytes.fromhex(told["secret"])
+            try:
+                join(Invitation(**told), self.rank - 1)
+            except (ConnectionError, EOFError) as error:  # it has given up before we came
+                _log.warning("rank %d was not let in: %s", self.rank, error)
         raise SystemExit(0)
 
     def _read(self) -> str:
@@ -101,15 +102,10 @@ class World:
 
 
 class WorldLauncher:
-    """Ranks of this world, which are there and wait.
+    """Ranks of the world whose rank 0 this process is; they are there and wait."""
 
-    Args:
-        world: Whose rank 0 this process is.
-        secret: Whether they have to be told the secret.
-    """
-
-    def __init__(self, world: World, secret: bool) -> None:
-        self._world, self._secret, self._mine = world, secret, False
+    def __init__(self, world: World) -> None:
+        self._world, self._mine = world, False
 
     def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
         """Invite the ranks."""
@@ -125,7 +121,7 @@ class WorldLauncher:
                 "launcher='mp'."
             )
         self._mine = world.busy = True
-        world.announce(invitation, len(numbers), self._secret)
+        world.announce(invitation, len(numbers))
         return dict.fromkeys(numbers, _Rank())
 
     def close(self) -> None:

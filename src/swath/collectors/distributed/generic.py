@@ -63,7 +63,7 @@ class DistributedCollector(MultiCollector):
         self._world = find_world() if options.get("launcher") is None else None
         if self._world is not None:
             if self._world.rank:
-                self._world.serve(options.get("secret"))
+                self._world.serve()
             if not isinstance(create_env_fn, (list, tuple)):
                 each = options.get("num_workers_per_collector", 1)
                 options.setdefault("num_workers", max(1, (self._world.size - 1) // each))
@@ -85,7 +85,7 @@ class DistributedCollector(MultiCollector):
         secret = options.secret.encode() if options.secret else new_secret()
         world = self._world
         host = options.host or (world and world.host) or guess_host()
-        launcher = launcher_for(options.launcher, options.slurm_kwargs, world, not options.secret)
+        launcher = launcher_for(options.launcher, options.slurm_kwargs, world)
         gate = Gate(host, options.tcp_port, secret, options.link_timeout)
         try:
             medium = medium_for(
