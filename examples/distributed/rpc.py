@@ -27,6 +27,7 @@ with RPCCollector(
     tensorpipe_options={"num_worker_threads": 4},
 ) as collector:
     for data in collector:  # [workers, time]
+        reward = data["next", "reward"].mean()  # here you would learn
         collector.update_policy_weights_()
     stats = collector.stats()
 print(f"{stats['frames']} frames, return {stats['return']['mean']:.0f}")

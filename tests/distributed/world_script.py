@@ -24,6 +24,14 @@ def say(*words) -> None:
 def promises(backend: str) -> None:
     """Several collectors, one after the other, over the same ranks."""
     options = {"frames_per_batch": 28, "backend": backend, "launch_timeout": 30}
+    counts(options)
+    seeds(options)
+    versions(options)
+    failures(options)
+    say("all kept")
+
+
+def counts(options) -> None:
     for sync in (True, False):
         with DistributedCollector(CountingEnv, total_frames=570, sync=sync, **options) as collector:
             assert collector.num_workers == 2
@@ -34,10 +42,13 @@ def promises(backend: str) -> None:
         assert {host for host, _ in names} == {socket.gethostname()}
         assert len({os.getpid(), *(pid for _, pid in names)}) == 3
     say("every transition came once")
-    makers = [CountingEnv] * 2
-    common = {"seed": 5, "frames_per_batch": 40, "total_frames": 200}
-    collector = DistributedCollector(makers, sync=True, backend=backend, **common)
-    ours, theirs = list(collector), list(Collector(makers, **common))
+
+
+def seeds(options) -> None:
+    common = {"seed": 5, "total_frames": 200}
+    collector = DistributedCollector([CountingEnv] * 2, sync=True, **common, **options)
+    ours = list(collector)
+    theirs = list(Collector([CountingEnv] * 2, frames_per_batch=28, **common))
     for a, b in zip(ours, theirs, strict=True):
         for key in ("observation", "action", ("next", "observation"), ("next", "done")):
             assert torch.equal(a[key], b[key])
@@ -47,14 +58,16 @@ def promises(backend: str) -> None:
     except UsageError as error:
         say("at the same time:", error)
     collector.shutdown()
+
+
+def versions(options) -> None:
     policy = kit.Telling()
     with DistributedCollector(
         [kit.wide] * 2, policy, secret="hush", total_frames=560, **options
     ) as collector:
         port = collector._crew.place._invitation.port
         with socket.create_connection(("127.0.0.1", port), 10) as stranger:
-            nonce = stranger.recv(32)
-            assert len(nonce) == 32
+            assert len(stranger.recv(32)) == 32
             stranger.sendall(bytes(64))
             assert stranger.recv(1) == b""
         for batch in collector:
@@ -62,9 +75,13 @@ def promises(backend: str) -> None:
             version = collector.update_policy_weights_(policy.become(collector.policy_version + 1))
         assert version == 20
     say("versions are right, a stranger was refused")
-    with DistributedCollector([CountingEnv, lambda: kit.Broken("step", 9, fail)], **options) as c:
+
+
+def failures(options) -> None:
+    makers = [CountingEnv, lambda: kit.Broken("step", 9, fail)]
+    with DistributedCollector(makers, **options) as collector:
         try:
-            list(c)
+            list(collector)
         except EnvError as error:
             say("env:", error)
     collector = DistributedCollector(lambda: SlowEnv(0.002), **options)
@@ -74,7 +91,6 @@ def promises(backend: str) -> None:
         DistributedCollector([CountingEnv] * 3, **options)
     except UsageError as error:
         say("too many:", error)
-    say("all kept")
 
 
 def fail():

@@ -76,16 +76,16 @@ class RpcMedium:
     Args:
         host: The address that workers dial.
         patience: Seconds after which a transfer that does not go on is given up.
-        devices: A CUDA device, or several, for each worker.
-        options: Arguments of `TensorPipeRpcBackendOptions`.
+        devices: A CUDA device for each worker, or several, or None.
+        options: Arguments of `TensorPipeRpcBackendOptions`, if any.
     """
 
     def __init__(
         self,
         host: str,
         patience: float,
-        devices: Sequence[Any] | None = None,
-        options: Mapping[str, Any] | None = None,
+        devices: Sequence[Any],
+        options: Mapping[str, Any] | None,
     ) -> None:
         if rpc.api._is_current_rpc_agent_set():
             raise UsageError(
@@ -99,11 +99,8 @@ class RpcMedium:
 
     def ticket(self, number: int) -> RpcTicket:
         """Return what a worker needs."""
-        options = dict(self._base.options)
-        if self._devices is not None:
-            if number >= len(self._devices):
-                raise UsageError(f"visible_devices has no entry for worker {number}.")
-            own = self._devices[number]
+        options, own = dict(self._base.options), self._devices[number]
+        if own is not None:
             options["devices"] = list(own) if isinstance(own, (list, tuple)) else [own]
         return replace(self._base, number=number, options=options)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swath.collectors.jobs import node_options
+from swath.collectors.jobs import each_of, node_options
 from swath.collectors.multi import MultiCollector
 from swath.collectors.multi_async import MultiAsyncCollector
 from swath.collectors.multi_sync import MultiSyncCollector
@@ -84,6 +84,7 @@ class DistributedCollector(MultiCollector):
         options = self.options
         secret = options.secret.encode() if options.secret else new_secret()
         world = self._world
+        devices = each_of("visible_devices", options.visible_devices, count)
         host = options.host or (world and world.host) or guess_host()
         launcher = launcher_for(options.launcher, options.slurm_kwargs, world)
         gate = Gate(host, options.tcp_port, secret, options.link_timeout)
@@ -94,7 +95,7 @@ class DistributedCollector(MultiCollector):
                 new_secret().hex(),
                 options.link_timeout,
                 world is not None and world.is_mpi,
-                visible_devices=options.visible_devices,
+                visible_devices=devices,
                 tensorpipe_options=options.tensorpipe_options,
             )
         except BaseException:
