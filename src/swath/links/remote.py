@@ -259,5 +259,6 @@ class RemotePort:
     def close(self) -> None:
         """Let go of the other side, which wants nothing more."""
         self._ended.set()
+        self._channel.end()  # closing alone says nothing while our thread listens
         self._channel.close()
         self._bulk.close()

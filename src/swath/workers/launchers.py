@@ -12,7 +12,7 @@ from swath.links.launch import ending
 from swath.workers.delayed import Request
 from swath.workers.remote import Invitation, Launcher, Started, main
 from swath.workers.submitit import Executor, NodeLauncher
-from swath.workers.worlds import World
+from swath.workers.worlds import World, WorldLauncher
 
 __all__ = ["LocalLauncher", "Waiting", "launcher_for"]
 
@@ -24,6 +24,8 @@ def launcher_for(
     name: str | None, slurm: Mapping[str, Any] | None, world: World | None, per_node: int = 1
 ) -> Launcher:
     """Return a launcher by its name, or for a world that exists; `per_node` workers on a node."""
+    if world is not None:
+        return WorldLauncher(world)
     if name is None or name == "mp":
         return LocalLauncher()
     if name == "submitit":
