@@ -13,11 +13,14 @@ early is served by gloo's own threads, while Python does something else.
 
 from __future__ import annotations
 
+import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,10 @@ from swath.links.remote import Bulk
 
 dist: Any = _dist  # most of what is used here has no types
 
-__all__ = ["TorchBulk", "TorchMedium", "TorchTicket"]
+__all__ = ["TorchBulk", "TorchMedium", "TorchTicket", "TorchrunBoard", "store_on"]
+
+_READING = 0.05
+"""Seconds between two looks at the board."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +68,7 @@ class TorchMedium:
     def __init__(self, backend: str, host: str, name: str, patience: float) -> None:
         if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise UsageError("backend='nccl' needs a CUDA device and a torch with NCCL.")
-        # The store would listen everywhere if it were not given a socket.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, 0), family=family)
-        port = listening.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            port,
-            None,
-            True,
-            timedelta(seconds=patience),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+        self._store, port = store_on(host, patience)
         self._base = TorchTicket(backend, host, port, name, patience)
         self._pairs = count()
 
@@ -89,6 +83,24 @@ class TorchMedium:
     def close(self) -> None:
         """Let nobody join any more."""
         del self._store
+
+
+def store_on(host: str, patience: float) -> tuple[Any, int]:
+    """Return a store that listens on one address only, and its port."""
+    # It would listen everywhere if it were not given a socket.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=patience),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return store, port
 
 
 class TorchBulk:
@@ -107,30 +119,74 @@ class TorchBulk:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
             self._group = dist.ProcessGroupGloo(self._store, rank, 2, options)
         self._sent, self._received = count(), count()
+        self._receipts: deque[Any] = deque(maxlen=4)
 
     def send(self, block: np.ndarray) -> Callable[[], None]:
-        """Begin to send; see `Bulk`."""
-        data = torch.from_numpy(block)
+        """Begin to send; see `Bulk`.
+
+        A receipt is waited for, not the send itself: that would not end if the other side died
+        before it began to receive.
+        """
+        data, tag = torch.from_numpy(block), self._tag(self._sent)
         if self._cuda:
             data = data.cuda()
-        work = self._group.send([data], self._peer, next(self._sent) % (1 << 30))
-        return lambda: work.wait()
+        receipt = torch.empty(1, dtype=torch.uint8, device=data.device)
+        sent = self._group.send([data], self._peer, tag)
+        received = self._group.recv([receipt], self._peer, tag + 1)
+        return lambda: (received.wait(), sent)[1]
 
     def receive(self, block: np.ndarray) -> Callable[[], None]:
         """Begin to receive; see `Bulk`."""
-        into = torch.from_numpy(block)
+        into, tag = torch.from_numpy(block), self._tag(self._received)
         data = torch.empty_like(into, device="cuda") if self._cuda else into
-        work = self._group.recv([data], self._peer, next(self._received) % (1 << 30))
+        work = self._group.recv([data], self._peer, tag)
 
         def wait() -> None:
             work.wait()
             if data is not into:
                 into.copy_(data)
+            receipt = torch.zeros(1, dtype=torch.uint8, device=data.device)
+            self._receipts.append((self._group.send([receipt], self._peer, tag + 1), receipt))
 
         return wait
+
+    @staticmethod
+    def _tag(numbers: count[int]) -> int:
+        return 2 * (next(numbers) % (1 << 29))
 
     def close(self) -> None:
         """Let go of the other side."""
         if self._cuda:
             self._group.abort()
         self._group = None
+        self._receipts.clear()
+
+
+class TorchrunBoard:
+    """Rank 0 posts texts, all others read them, one after the other, in the store of torchrun."""
+
+    def __init__(self, rank: int) -> None:
+        environ = os.environ
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+            None,
+            rank == 0 and not agent,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        # The same store serves the ranks that torchrun starts after a failure.
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store, self._keys = dist.PrefixStore(f"swath/{attempt}", store), map(str, count())
+
+    def post(self, text: str) -> None:
+        """Post the next text."""
+        self._store.set(next(self._keys), text)
+
+    def read(self) -> str:
+        """Wait for the next text and return it; raises if the store is gone."""
+        key = next(self._keys)
+        while not self._store.check([key]):
+            sleep(_READING)
+        return self._store.get(key).decode()

@@ -1,5 +1,6 @@
 """Memory of rollouts: layout, slabs and their pool."""
 
+from swath.memory.fence import fence
 from swath.memory.layout import Field, Layout, MemoryOrder, Place, numpy_dtype, torch_dtype
 from swath.memory.slab import (
     DeviceMemory,
@@ -24,6 +25,7 @@ __all__ = [
     "SharedMemory",
     "Slab",
     "SlabPool",
+    "fence",
     "memory_on",
     "numpy_dtype",
     "torch_dtype",

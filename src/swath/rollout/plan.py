@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from swath.rollout.env import EnvGroup
 from swath.rollout.transfer import Transfer
 from swath.tree import Leaf
 
-__all__ = ["Devices", "Filled", "Plan", "lend", "slab_for"]
+__all__ = ["Devices", "Filled", "Plan", "lend", "slab_for", "view"]
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,34 @@ def lend(
 
     With a transfer, on a slab of the device where batches are stored.
     """
-    slab, steps = filled.slab, filled.steps
-    table = None
+    slab = filled.slab
+
+    def views(steps: int, lead: tuple[int, ...]) -> TensorDict:
+        if transfer is None:
+            return pool.lend(slab, steps, lead)
+        return transfer.pool.lend(transfer.move(slab, pool.give_back), steps, lead)
+
+    return _complete(filled, observations, lead, views)
+
+
+def view(filled: Filled, observations: Sequence[Leaf], lead: tuple[int, ...]) -> TensorDict:
+    """Return the same without lending it: it stays as it is until the slab is written again."""
+    return _complete(filled, observations, lead, filled.slab.view)
+
+
+def _complete(
+    filled: Filled,
+    observations: Sequence[Leaf],
+    lead: tuple[int, ...],
+    views: Callable[[int, tuple[int, ...]], TensorDict],
+) -> TensorDict:
+    slab, steps, table = filled.slab, filled.steps, None
     if keys.FINAL in slab.arrays:
         table = columns.final_table(slab, observations, steps, filled.mask)
-    if transfer is not None:
-        slab, pool = transfer.move(slab, pool.give_back), transfer.pool
-    batch = pool.lend(slab, steps, lead)
+    batch = views(steps, lead)
     if table is not None:
         batch.set(keys.FINAL_OBS, table)
     if filled.mask is not None:
         mask = torch.from_numpy(filled.mask).T.reshape(*lead, steps)
-        batch.set(keys.MASK, mask.contiguous().to(slab.device))
+        batch.set(keys.MASK, mask.contiguous().to(batch[keys.REWARD].device))
     return batch

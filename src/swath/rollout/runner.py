@@ -30,7 +30,7 @@ from swath.policies.base import Act, TorchPolicy
 from swath.rollout import columns, keys, loop
 from swath.rollout.env import CallFailed, EnvGroup
 from swath.rollout.lanes import Lanes
-from swath.rollout.plan import Filled, Plan, lend, slab_for
+from swath.rollout.plan import Filled, Plan, lend, slab_for, view
 from swath.rollout.transfer import Transfer
 from swath.rollout.warmup import RandomFrames
 from swath.seeding import RandomState, env_seed, env_seeds
@@ -287,6 +287,10 @@ class Runner:
         """Return a rollout as a batch; its slab comes back when nobody views it any more."""
         lead = self.interface.batch_shape
         return lend(self.pool, filled, self.interface.observations, lead, self.transfer)
+
+    def view(self, filled: Filled) -> TensorDict:
+        """Return a rollout as a batch that stays as it is until the next one."""
+        return view(filled, self.interface.observations, self.interface.batch_shape)
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
