@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -82,15 +83,17 @@ def learn(batch, policy: ActorCritic, optimizer: torch.optim.Optimizer, minibatc
             optimizer.step()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train, and print the curve."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--envs", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--curve", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # small networks
     envs = given.envs or (4096 if device.type == "cuda" else 64)
     torch.manual_seed(given.seed)
     policy = ActorCritic().to(device)

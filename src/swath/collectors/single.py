@@ -87,7 +87,7 @@ class Collector(BaseCollector):
             ...     print(collector.describe())
             envs         cpu      2, GymGroup
             policy       cpu      yours
-            rollouts     cpu      4 steps, 640 bytes
+            rollouts     cpu      4 steps, 960 bytes
             batches      cpu      views of the rollout, nothing is copied
             each step             nothing is copied between devices
         """
