@@ -283,8 +283,13 @@ def test_new_weights_hold_from_a_whole_step_on():
 @pytest.mark.usefixtures("two_devices")
 def test_an_env_that_fails_in_its_turn_is_named():
     class Failing(CountingEnv):
+        made = 0
+
         def step(self, action):
-            raise RuntimeError("no more")
+            self.made += 1
+            if self.made == 3:
+                raise RuntimeError("no more")
+            return super().step(action)
 
     class Still(nn.Module):
         def forward(self, observation):
@@ -295,6 +300,7 @@ def test_an_env_that_fails_in_its_turn_is_named():
     with Collector(makers, Still(), **options) as collector:
         with pytest.raises(EnvError, match=r"no more in step\(\).*env 3"):
             collector.next()
+        assert collector.partial().batch_size == (4, 2)  # whole rows, whoever was first
 
 
 @pytest.mark.parametrize(
