@@ -171,6 +171,33 @@ def test_the_ratio_holds_and_shutdown_does_not_wait_for_it():
         assert not collector.is_running()
 
 
+@kinds
+def test_a_pause_while_samples_are_missing_writes_what_was_made(kind):
+    buffer = ReplayBuffer(10_000, samples_per_insert=2, tolerance=0, batch_size=20)
+    with buffer, KINDS[kind](frames_per_batch=20, seed=0, replay_buffer=buffer) as collector:
+        collector.start()
+        until(lambda: collector.stats()["frames"] >= 40)  # the second batch waits for samples
+        assert buffer.stats()["frames"] == 20
+        with collector.pause():  # so that a state that is taken now has all frames
+            before = buffer.stats()["frames"]
+            assert before == collector.stats()["frames"]
+        until(lambda: collector.stats()["frames"] > before)
+        assert buffer.stats()["frames"] == before  # the ratio holds again
+
+
+def test_a_sample_beyond_the_ratio_is_an_error_when_the_collector_has_ended():
+    buffer = ReplayBuffer(500, samples_per_insert=1, tolerance=0, min_size=20, batch_size=10)
+    with (
+        buffer,
+        Collector(CountingEnv, frames_per_batch=20, total_frames=60, replay_buffer=buffer) as c,
+    ):
+        c.start()
+        for _ in range(4):
+            buffer.sample()
+        with pytest.raises(UsageError, match=r"samples_per_insert=1\), and nobody is known"):
+            buffer.sample()
+
+
 class Telling(nn.Module):
     """Shows in its action whether both weights are of one version."""
 
