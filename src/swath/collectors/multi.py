@@ -14,7 +14,7 @@ import abc
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from swath.collectors.base import BaseCollector
+from swath.collectors.base import STORED, BaseCollector
 from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
 from swath.collectors.options import Options, Scope
 from swath.collectors.single import checked_seed, plan_of
+from swath.collectors.storing import Storing
 from swath.errors import UsageError
 from swath.links import unpack
 from swath.observe import Episodes, Shares
@@ -71,7 +72,7 @@ class MultiCollector(BaseCollector):
         self.num_workers = len(jobs)
         self._supervisor = Supervisor(parsed.on_worker_failure == "restart", parsed.max_restarts)
         self._incarnations = itertools.count(len(jobs))
-        self._held: deque[tuple[TensorDict, int]] = deque()
+        self._held: deque[tuple[Any, int]] = deque()
         self._broken_rollouts: deque[tuple[TensorDict, int]] = deque()
         self._open_ids: dict[int, Sequence[int]] = {}
         self._made = [0] * len(jobs)
@@ -79,6 +80,7 @@ class MultiCollector(BaseCollector):
         self._first_collect: float | None = None
         self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
         self._slabs = self._crew.place.slabs(self._crew)
+        self._storing = Storing(parsed, self._finishing, self._crew, self._supervisor)
         self._ender = weakref.finalize(self, self._crew.close, 0.0)
         try:
             self._start()
@@ -92,11 +94,11 @@ class MultiCollector(BaseCollector):
     def _start(self) -> None:
         numbers = range(self.num_workers)
         self._crew.launch(numbers)
-        built = self._checked(self._crew.answers(numbers))
+        built = self._supervisor.checked(self._crew.answers(numbers))
         self._envs = [built[number].num_envs for number in numbers]
         self._firsts = [sum(self._envs[:number]) for number in numbers]
         self._plans = self._plan()
-        ready = self._checked(
+        ready = self._supervisor.checked(
             self._crew.call({number: Begin(plan) for number, plan in enumerate(self._plans)})
         )
         self._forms: Ready = ready[0]
@@ -133,16 +135,48 @@ class MultiCollector(BaseCollector):
     def _steps(self) -> list[int]:
         """Return how many steps a rollout of each worker has."""
 
-    def _checked(self, answers: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return answers that are no failures; raise the first that is one."""
-        for number, answer in answers.items():
-            if isinstance(answer, (Failed, Died)):
-                raise self._supervisor.error(number, answer)
-        return answers
-
     # -- rollouts -------------------------------------------------------------------------------
 
-    def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _get_ready(self) -> None:
+        """Let the workers write to the replay buffer themselves, if they can."""
+        if self._storing.on:
+            return
+        reason = self._storing.why_not(begun=self._frames > 0)
+        self._writer = "workers" if reason is None else f"this process: {reason}"
+        if reason is None:
+            self._settle()  # what comes of that is for this process to write
+            self._storing.share(*range(self.num_workers))
+            self._storing.on = True
+
+    def _rest(self) -> None:
+        if self._storing.on:
+            self._settle()  # or workers that are ahead would write on
+            stored = [frames for batch, frames in self._held if batch is STORED]
+            self._held = deque(one for one in self._held if one[0] is not STORED)
+            self._frames, self._batches = self._frames + sum(stored), self._batches + len(stored)
+
+    def _fetch_held(self) -> None:
+        assert self._assembler is not None
+        for frames in self._storing.held(clear=True):
+            self._assembler.push(frames)
+
+    def _assembler_state(self) -> dict[str, Any]:
+        whole = self._finishing.assembler()
+        assert whole is not None
+        whole.load_state_dict(super()._assembler_state())
+        for frames in self._storing.held(clear=False):
+            whole.push(frames)
+        return whole.state_dict()
+
+    def _rollout(self) -> Any:
+        if self._storing.on and not self._in_background():
+            raise UsageError(
+                "the workers of this collector write to the replay buffer by themselves since "
+                "start(); draw from it."
+            )
+        return super()._rollout()
+
+    def _collect(self, frames_left: float) -> tuple[Any, int] | None:
         if self._first_collect is None:
             self._first_collect = perf_counter()
         with self._crew.shield:  # Ctrl-C finds the batch held, or still in the making
@@ -155,7 +189,7 @@ class MultiCollector(BaseCollector):
         return self._held.popleft()
 
     @abc.abstractmethod
-    def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _gather(self, frames_left: float) -> tuple[Any, int] | None:
         """Return the next rollout; None if there is nothing more to collect."""
 
     @abc.abstractmethod
@@ -168,6 +202,7 @@ class MultiCollector(BaseCollector):
         self._shares.add(rolled.shares)
         self._open_ids[worker] = rolled.open_ids
         self._made[worker] += rolled.frames
+        self._storing.hear(worker, rolled)
 
     @abc.abstractmethod
     def _mend(self, worker: int, event: Failed | Died) -> None:
@@ -175,7 +210,8 @@ class MultiCollector(BaseCollector):
 
     def _recovered(self, worker: int, event: Failed | Died) -> None:
         """Restart a worker that failed, or raise what happened."""
-        if not self._supervisor.forgives():
+        storing = isinstance(event, Failed) and event.storing  # it is not the worker that failed
+        if storing or not self._supervisor.forgives():
             raise self._supervisor.error(worker, event)
         try:
             self._restart(worker)
@@ -205,6 +241,7 @@ class MultiCollector(BaseCollector):
             self._recovered(worker, answer)
             return
         self._block.begin(worker)
+        self._storing.forget(worker)
 
     def _broken(self) -> TensorDict | None:
         if not self._broken_rollouts:
@@ -254,6 +291,7 @@ class MultiCollector(BaseCollector):
         block, later = self._block, self._publishes_later()
         block.publish({} if source is None else source, self._version + 1, numbers, later)
         self._version += 1
+        self._note_version(self._version)
         if wait:
             with self.pause():
                 self._acknowledge(numbers, later)
@@ -300,12 +338,11 @@ class MultiCollector(BaseCollector):
 
     def _tell_all(self, message: SetSeed | Reset) -> None:
         """Let all workers cut their episodes off, in one way or the other."""
-        self._checked(self._crew.call(dict.fromkeys(range(self.num_workers), message)))
+        self._supervisor.checked(self._crew.call(dict.fromkeys(range(self.num_workers), message)))
         if self._assembler is not None:
             self._assembler.discard_open()
 
-    def stats(self) -> dict[str, Any]:
-        """Return counts, speed, where the time goes, episode statistics and what was lost."""
+    def _stats(self) -> dict[str, Any]:
         seconds = perf_counter() - (self._first_collect or perf_counter())
         return {
             "frames": self._frames,
@@ -330,7 +367,7 @@ class MultiCollector(BaseCollector):
     def _source_state(self) -> Any:
         self._settle()
         messages = dict.fromkeys(range(self.num_workers), TakeState())
-        states = self._checked(self._crew.call(messages))
+        states = self._supervisor.checked(self._crew.call(messages))
         return {
             "workers": [states[number].state for number in range(self.num_workers)],
             "held": [(batch.clone(), frames) for batch, frames in self._held],
@@ -347,7 +384,7 @@ class MultiCollector(BaseCollector):
                 f"{self.num_workers}."
             )
         self._settle()
-        self._checked(
+        self._supervisor.checked(
             self._crew.call({n: PutState(inner) for n, inner in enumerate(state["workers"])})
         )
         self._held = deque(state["held"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from swath.collectors.base import STORED
 from swath.collectors.jobs import each_of
 from swath.collectors.multi import MultiCollector
 from swath.collectors.options import Options
@@ -33,6 +34,8 @@ class _Order:
     steps: int
     version: int
     """The newest at that time."""
+    stored: bool
+    """The worker writes it to the replay buffer."""
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -62,7 +65,7 @@ class MultiAsyncCollector(MultiCollector):
 
     def _start(self) -> None:
         self._ordered: list[deque[_Order]] = [deque() for _ in range(self.num_workers)]
-        self._ready: list[tuple[_Order, TensorDict, int]] = []
+        self._ready: list[tuple[_Order, Any, int]] = []
         self._order_numbers = itertools.count()
         self._frozen: set[int] = set()
         super()._start()
@@ -84,7 +87,7 @@ class MultiAsyncCollector(MultiCollector):
 
     # -- a batch --------------------------------------------------------------------------------
 
-    def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _gather(self, frames_left: float) -> tuple[Any, int] | None:
         self._order(frames_left, 1)
         while (place := self._next()) is None:
             if not any(self._ordered):
@@ -141,7 +144,8 @@ class MultiAsyncCollector(MultiCollector):
             left -= steps * envs
 
     def _send(self, worker: int, slab: Slab, steps: int) -> None:
-        order = _Order(next(self._order_numbers), worker, slab, steps, self._version)
+        number = next(self._order_numbers)
+        order = _Order(number, worker, slab, steps, self._version, self._storing.on)
         self._ordered[worker].append(order)
         self._slabs.order(worker, slab, (0, self._envs[worker]), steps)
 
@@ -153,11 +157,13 @@ class MultiAsyncCollector(MultiCollector):
             order = self._ordered[worker].popleft()
             if report.all_frozen:
                 self._frozen.add(worker)
-            if report.frames:
+            batch: Any = STORED
+            if report.frames and not order.stored:
                 batch = self._lent(worker, Filled(order.slab, report.steps, report.frames))
-                self._ready.append((order, batch, report.frames))
             else:
                 self._pools[worker].give_back(order.slab)
+            if report.frames:
+                self._ready.append((order, batch, report.frames))
         elif isinstance(report, (Failed, Died)):
             self._mend(worker, report)
 

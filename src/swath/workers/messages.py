@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swath.data.storage import Handle
 from swath.memory import Field, Layout
 from swath.memory.weights import WeightSpec
 from swath.observe import Shares
@@ -32,6 +33,8 @@ __all__ = [
     "Rolled",
     "SetSeed",
     "State",
+    "Store",
+    "TakeHeld",
     "TakeState",
     "Weights",
 ]
@@ -110,6 +113,25 @@ class Collect:
 
 
 @dataclass(frozen=True)
+class Store:
+    """Write all further rollouts into a replay buffer; answered by `Done`.
+
+    It comes with the buffer's memory; until there is some, rollouts wait.
+    """
+
+    finish: bytes
+    """What is done with rollouts before, packed."""
+    handle: Handle | None
+
+
+@dataclass(frozen=True)
+class TakeHeld:
+    """Tell of trajectories that are not written yet; answered by `State`."""
+
+    clear: bool
+
+
+@dataclass(frozen=True)
 class SetSeed:
     """Restart all random streams; answered by `Done`."""
 
@@ -176,6 +198,8 @@ class Rolled:
     open_ids: Sequence[int]
     """Trajectories that go on in the next rollout."""
     all_frozen: bool = False
+    first: bytes | None = None
+    """A frame like those to be stored, packed: there is no memory for them yet."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +211,13 @@ class Failed:
     steps: int = 0
     frames: int = 0
     mask: np.ndarray | None = None
+    storing: bool = False
+    """It was the replay buffer that did not take the rollout."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a worker's runner, packed."""
+    """What was asked for, packed: the state of the runner, or frames."""
 
     state: bytes
 

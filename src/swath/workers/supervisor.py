@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from swath.errors import SwathError, WorkerError
 from swath.links.parcels import unpack_error
@@ -27,6 +29,13 @@ class Supervisor:
             return False
         self.restarts += 1
         return True
+
+    def checked(self, answers: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return answers that are no failures; raise the first that is one."""
+        for number, answer in answers.items():
+            if isinstance(answer, (Failed, Died)):
+                raise self.error(number, answer)
+        return answers
 
     def error(self, worker: int, event: Failed | Died) -> BaseException:
         """Return what to raise for a failure that is not forgiven."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from swath.collectors.options import Options
 from swath.errors import UsageError
 from swath.links.gate import Gate, guess_host, new_secret
 from swath.links.media import medium_for
+from swath.workers.delayed import delayed_options
 from swath.workers.launchers import launcher_for
 from swath.workers.place import Place
 from swath.workers.remote import Invitation, RemotePlace
@@ -59,7 +61,8 @@ class DistributedCollector(MultiCollector):
         return object.__new__(cls if cls._deliveries is None else cls._deliveries[bool(sync)])
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        options = node_options({**self._defaults, **options})
+        delayed = delayed_options() if options.get("launcher") == "submitit_delayed" else {}
+        options = node_options({**delayed, **self._defaults, **options})
         self._world = find_world() if options.get("launcher") is None else None
         if self._world is not None:
             if self._world.rank:
@@ -82,11 +85,18 @@ class DistributedCollector(MultiCollector):
 
     def _place(self, count: int) -> Place:
         options = self.options
-        secret = options.secret.encode() if options.secret else new_secret()
+        told = options.secret or os.environ.get("SWATH_SECRET")
+        if told is None and options.launcher == "wait":
+            raise UsageError("launcher='wait' needs a secret that workers know; see SWATH_SECRET.")
+        secret = told.encode() if told else new_secret()
         world = self._world
         devices = each_of("visible_devices", options.visible_devices, count)
-        host = options.host or (world and world.host) or guess_host()
-        launcher = launcher_for(options.launcher, options.slurm_kwargs, world)
+        slurm = {"cluster": "slurm", **(options.slurm_kwargs or {})}
+        on_slurm = options.launcher == "submitit" and slurm["cluster"] == "slurm"
+        host = options.host or (world and world.host) or guess_host(on_slurm)
+        launcher = launcher_for(
+            options.launcher, options.slurm_kwargs, world, options.num_workers_per_collector
+        )
         gate = Gate(host, options.tcp_port, secret, options.link_timeout)
         try:
             medium = medium_for(
