@@ -35,6 +35,9 @@ class BaseCollector(abc.ABC):
     Subclasses say where rollouts come from.
     """
 
+    _delivers = True
+    """Batches come to this process; if not, workers write them into the replay buffer."""
+
     def __init__(self, options: Options) -> None:
         self.options = options
         self._frames = self._batches = 0
@@ -102,7 +105,8 @@ class BaseCollector(abc.ABC):
             options.post_collect_hook(batch)
         self._batches += 1
         if options.replay_buffer is not None:
-            options.replay_buffer.extend(batch)
+            if self._delivers:
+                options.replay_buffer.extend(batch)
             batch = None
         self._seconds += perf_counter() - started
         if self._bar is not None:

@@ -15,8 +15,9 @@ class Link(Protocol):
 
     name: str
     """The worker in words, with process and host."""
-    pid: int
-    host: str
+    pid: int | None
+    """None while it is not known where the worker will run."""
+    host: str | None
     shares_memory: bool
     """The worker sees your process's memory; if not, blocks travel."""
 
@@ -31,6 +32,10 @@ class Link(Protocol):
 
     def send(self, message: Any, memories: Any = ()) -> None:
         """Send a message, and memory beside it; EOFError if the worker is gone."""
+        ...
+
+    def ask(self, message: Any, memories: Any = (), expected: Any = None) -> None:
+        """Send a message that the worker will answer; see `send`."""
         ...
 
     def receive(self) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from swath.workers.messages import (
     Attach,
     Begin,
     Built,
+    Call,
     Close,
     Collect,
     Detach,
@@ -40,6 +42,7 @@ from swath.workers.messages import (
     SetSeed,
     State,
     TakeState,
+    Value,
     Weights,
 )
 
@@ -71,6 +74,7 @@ class Worker:
         self._slabs: dict[int, Slab] = {}
         self._block: WeightBlock | None = None
         self._reader = 0
+        self._sink = None if job.sink is None else unpack(job.sink)
         if job.quiet:
             warnings.simplefilter("ignore")
         torch.set_num_threads(job.num_threads)
@@ -85,7 +89,7 @@ class Worker:
         if self._job.makes_policy:
             policy = made_by(policy)
         self._runner = Runner(self._group, policy, message.plan)
-        module = policy_module(policy)
+        self._policy, module = policy, policy_module(policy)
         self._weights = {} if module is None else named_weights(module)
         if not self._port.shares_memory:  # weights come by themselves, into memory of our own
             spec = WeightSpec.of(module)
@@ -106,6 +110,7 @@ class Worker:
             Acknowledge: self._acknowledge,
             TakeState: self._take_state,
             PutState: self._put_state,
+            Call: self._call,
         }
         try:
             while True:
@@ -168,14 +173,21 @@ class Worker:
             self._weights[name].copy_(value)
         self._port.send(Done())
 
+    def _call(self, message: Call) -> None:
+        envs = getattr(self._group, "envs", [self._group])
+        about = SimpleNamespace(worker=self._job.number, envs=envs, policy=self._policy)
+        self._port.send(Value(pack(unpack(message.function)(about), "what it returned")))
+
     def _collect(self, order: Collect) -> None:
         runner, slab = self._runner, self._slabs[order.slab]
         runner.version = self._newest()
         refresh = self._newest if self._job.refreshes else None
         try:
             filled = runner.collect(order.steps, slab, refresh, self._port.interrupted)
+            if self._sink is not None and filled.frames:
+                self._sink.extend(runner.lend(filled))
         except Exception as error:
-            part = runner.partial
+            part = None if self._sink is not None else runner.partial
             done = (0, 0, None) if part is None else (part.steps, part.frames, part.mask)
             report: Failed | Rolled = Failed(pack_error(error), order.slab, *done)
         else:
@@ -190,7 +202,7 @@ class Worker:
                 runner.open_ids,
                 runner.all_frozen,
             )
-        self._port.send(report, slab.memory.array)
+        self._port.send(report, slab.memory.array if self._sink is None else None)
 
     def _newest(self) -> int:
         """Take the newest weights if they are new, and return their version."""

@@ -18,6 +18,7 @@ __all__ = [
     "Attach",
     "Begin",
     "Built",
+    "Call",
     "Close",
     "Collect",
     "Detach",
@@ -33,6 +34,7 @@ __all__ = [
     "SetSeed",
     "State",
     "TakeState",
+    "Value",
     "Weights",
 ]
 
@@ -53,6 +55,8 @@ class Job:
     """Warnings are not shown."""
     refreshes: bool
     """New weights are taken before any forward pass, not only before a rollout."""
+    sink: bytes | None = None
+    """A replay buffer that the worker writes its rollouts into; they are then not sent."""
 
 
 # -- from your process ------------------------------------------------------------------------
@@ -139,6 +143,13 @@ class Acknowledge:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Call a function with what the worker holds; answered by `Value`."""
+
+    function: bytes
+
+
+@dataclass(frozen=True)
 class Close:
     """Close the envs and end."""
 
@@ -197,6 +208,13 @@ class State:
 
 
 @dataclass(frozen=True)
+class Value:
+    """What a function returned, packed."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
 class Done:
     """It is done."""
 
@@ -209,3 +227,5 @@ class Died:
     how: str
     late: float | None = None
     """It was killed since it had given no answer for so many seconds."""
+    unplaced: bool = False
+    """There was no place for it, in all the time that it had."""

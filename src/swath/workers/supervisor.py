@@ -28,10 +28,13 @@ class Supervisor:
         self.restarts += 1
         return True
 
-    def error(self, worker: int, event: Failed | Died) -> BaseException:
-        """Return what to raise for a failure that is not forgiven."""
+    def error(self, worker: int, event: Failed | Died, who: str | None = None) -> BaseException:
+        """Return what to raise for a failure that is not forgiven, by whom in words."""
         if isinstance(event, Failed):
-            return _located(unpack_error(event.error), worker)
+            error = _located(unpack_error(event.error), worker)
+            if who is not None:
+                error.args = (f"{error} ({who})",)
+            return error
         how = event.how
         if event.late is not None:
             how = f"gave no answer for {event.late:g} s (worker_timeout) and was killed."

@@ -5,6 +5,7 @@ from swath.collectors.distributed.generic import (
     DistributedSyncCollector,
     RPCCollector,
 )
+from swath.collectors.distributed.ray import RayCollector
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector
@@ -17,4 +18,5 @@ __all__ = [
     "DistributedSyncDataCollector",
     "RPCCollector",
     "RPCDataCollector",
+    "RayCollector",
 ]
