@@ -837,6 +837,9 @@ def test_bad_input_is_refused_at_construction():
         )
     with pytest.raises(UsageError, match="policy and policy_factory"):
         MultiSyncCollector([kit.wide], kit.Telling(), policy_factory=kit.Telling, **options)
+
+
+def test_options_of_another_delivery_are_refused():
     for kind, name in (
         (MultiSyncCollector, "max_lag"),
         (MultiAsyncCollector, "cat_results"),

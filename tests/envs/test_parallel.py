@@ -142,6 +142,30 @@ def test_every_transition_is_real_and_delivered_once():
     check_replay(collected(ParallelEnv(4, Nested, num_workers=2)), Nested, 5)
 
 
+@pytest.mark.parametrize("cores", [1, 2, 3, 4])
+def test_processes_spin_on_cores_to_spare_and_then_park(monkeypatch, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    env = ParallelEnv(6, CountingEnv, num_workers=3)
+    assert env.group.spinning == cores - 1
+    with Collector(env, counting_policy, frames_per_batch=600) as collector:
+        batches = [collector.next()]
+        time.sleep(0.1)
+        before = [cpu_time(link.pid) for link in env.group.links]
+        time.sleep(0.2)
+        after = [cpu_time(link.pid) for link in env.group.links]
+        batches.append(collector.next())  # they wake up, and have missed nothing
+        collector.reset()  # a message among the steps
+        assert check_transitions([collector.next()]) == 600
+    assert max(np.subtract(after, before)) <= 2
+    assert check_transitions(batches) == 1200
+
+
+def cpu_time(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
+
+
 def test_it_works_by_itself():
     env = ParallelEnv(3, "CartPole-v1", num_workers=2)
     serial = SerialEnv(3, "CartPole-v1")
@@ -294,11 +318,12 @@ def test_a_killed_process_is_named(call, how):
             collector.next()
 
 
-def test_a_process_killed_while_idle_is_seen():
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_killed_while_idle_is_seen(number):
     env = ParallelEnv(4, CountingEnv, num_workers=2)
     with Collector(env, frames_per_batch=40) as collector:
         collector.next()
-        os.kill(env.group.links[0].pid, signal.SIGKILL)
+        os.kill(env.group.links[number].pid, signal.SIGKILL)
         with pytest.raises(EnvError, match="SIGKILL"):
             collector.next()
 

@@ -18,17 +18,32 @@ import torch
 from swath.envs.make import as_group
 from swath.links import Bell, Channel, ProcessPort, unpack
 from swath.links.parcels import pack_error
-from swath.memory import Field, Layout, SharedMemory, Slab
+from swath.memory import Field, Layout, SharedMemory, Slab, fence
 from swath.rollout import BoundEnvs, CallFailed, EnvGroup
 from swath.rollout.keys import following
 from swath.tree import observation_leaves
 
-__all__ = ["ASK", "BARE", "EAGER", "Attach", "Call", "Detach", "Hosted", "Trouble", "main"]
+__all__ = [
+    "ASK",
+    "BARE",
+    "EAGER",
+    "ENDED",
+    "FAILED",
+    "TURN",
+    "Attach",
+    "Call",
+    "Detach",
+    "Hosted",
+    "Trouble",
+    "main",
+]
 
 ASK = -1
 """In the place of a step: messages wait in the channel."""
 BARE, EAGER = 1, 2
 """Parts of a mode; see `EnvGroup.bind`."""
+ENDED, FAILED, TURN = 1, 2, 4
+"""A mark is `TURN` times the turn that a process has done, and whether envs ended or one failed."""
 
 
 @dataclass(frozen=True)
@@ -120,44 +135,50 @@ class _Host:
         each = len(port.descriptors) // 2
         self._bell = Bell(tuple(port.descriptors[:each]))
         self._done = Bell(tuple(port.descriptors[each:]))
-        words = board.array.view(np.int64)
-        self._order, self._own = words[:4], words[4 + 3 * number : 7 + 3 * number]
+        words = board.array.view(np.int64).data
+        self._order, self._mark = words[:4], words[4 + number : 5 + number]
         self._ended = ended.array[start : start + group.num_envs]
         self._slabs: dict[int, Slab] = {}
         self._bound: dict[tuple[int, int], BoundEnvs] = {}
         self._steps: dict[tuple[int, int], Callable[[int], Sequence[int]]] = {}
 
     def run(self, spins: int) -> None:
-        """Do what the board says each time that the bell rings, until it is gone."""
-        stepped, word = 0, self._order.data
+        """Do what the board says when it changes or the bell rings, until that is gone."""
+        stepped, order = 0, self._order
         while True:
             for _ in range(spins):
-                if word[0] != stepped:
+                if order[0] != stepped:
                     break
                 os.sched_yield()  # if anybody else wants this core, it is theirs
-            if not self._bell.take():  # it rings as soon as the board is written
+            # A step that is seen needs no bell. To wait for its ring could put this core to sleep,
+            # so that is taken later: whoever has nothing to do then looks once more, and sleeps.
+            if (order[0] == stepped or order[1] == ASK) and not self._bell.take():
                 return
-            turn, t, slab, mode = self._order.tolist()
+            fence()
+            turn, t, slab, mode = order.tolist()
             if t == ASK:
+                stepped = turn
                 if not self._answer_all():
                     return
-            elif turn != stepped:  # a ring may be left over from a turn that was given up
+            elif turn != stepped:  # a ring may be left over
                 stepped = turn
-                self._step(t, slab, mode)
-                self._own[0] = turn
+                mark = TURN * turn + self._step(turn, t, slab, mode)
+                fence()
+                self._mark[0] = mark
                 self._done.ring()
 
-    def _step(self, t: int, slab: int, mode: int) -> None:
+    def _step(self, turn: int, t: int, slab: int, mode: int) -> int:
+        """Step the envs and return what to mark."""
         try:
             ended = self._steps[slab, mode](t)
         except BaseException as error:
-            self._own[1:] = 0, 1
-            self._port.send((self._order[0], _trouble(error, "step()")))
-            return
-        self._own[1:] = len(ended), 0
-        if len(ended):
-            self._ended.fill(0)
-            self._ended[ended] = 1
+            self._port.send((turn, _trouble(error, "step()")))
+            return FAILED
+        if not len(ended):
+            return 0
+        self._ended.fill(0)
+        self._ended[ended] = 1
+        return ENDED
 
     def _answer_all(self) -> bool:
         """Answer the messages that wait; False if one says that this is the end."""

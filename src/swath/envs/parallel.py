@@ -1,11 +1,15 @@
 """`ParallelEnv`: envs in other processes, several in each.
 
 ```
-  your process                        board: step t, slab k | ended, failed of each process
+  your process                        board: step t, slab k | a mark of each process
   Runner --step(t)--> ParallelGroup --bells--> process 0: envs 0 to 3 --+
      ^                     |        --------> process 1: envs 4 to 7 --+--> the slab, shared
-     '------ done bell, or a sentinel: a process has ended ------------'
+     '------ done bells, or a sentinel: a process has ended -----------'
 ```
+
+With c cores, c - 1 processes spin for their next step, since waking a core takes long; the others
+share the core of your process, which sleeps until they are done, and looks at the board for the
+rest. Nobody spins for long: then it sleeps until its bell rings.
 
 Your process owns the slab, the board and the bells; a process owns its envs and writes their
 columns of the slab: observations, rewards, flags and, unless an env that has ended is to stay so,
@@ -32,24 +36,37 @@ import numpy as np
 import swath
 from swath.envs.base import Env
 from swath.envs.group import Group
-from swath.envs.hosted import ASK, BARE, EAGER, Attach, Call, Detach, Hosted, Trouble, main
+from swath.envs.hosted import (
+    ASK,
+    BARE,
+    EAGER,
+    ENDED,
+    FAILED,
+    TURN,
+    Attach,
+    Call,
+    Detach,
+    Hosted,
+    Trouble,
+    main,
+)
 from swath.envs.info import InfoNames
 from swath.envs.joined import check_equal
 from swath.errors import UsageError, WorkerError
 from swath.links import Bell, ProcessLink, pack
 from swath.links.launch import ending, in_worker
 from swath.links.parcels import unpack_error
-from swath.memory import SharedMemory, Slab
+from swath.memory import SharedMemory, Slab, fence
 from swath.rollout import CallFailed
 
 __all__ = ["ParallelEnv"]
 
 _GRACE = 5.0
 _OPEN_DESCRIPTORS = 64
-_SPINS, _LOOKS = 300, 100
-"""Looks at the board before a process, or this one, goes to sleep: some 200 us.
+_SPINS, _LOOKS = 1000, 500
+"""Looks at the board before a process, or this one, goes to sleep: some 300 us.
 
-It costs more to wake a core that sleeps than a step of a cheap env takes."""
+It can cost more to wake a core that sleeps than a step of a cheap env takes."""
 
 
 class ParallelEnv(Env):
@@ -102,16 +119,19 @@ class ParallelGroup(Group):
     def __init__(self, makers: Sequence[Any], workers: int, info_keys: InfoNames) -> None:
         bounds = [len(makers) * number // workers for number in range(workers + 1)]
         self.spans = list(itertools.pairwise(bounds))
-        self._board, self._ended = SharedMemory(8 * (4 + 3 * workers)), SharedMemory(len(makers))
-        words = self._board.array.view(np.int64)
+        self._board, self._ended = SharedMemory(8 * (4 + workers)), SharedMemory(len(makers))
+        words = self._board.array.view(np.int64).data
         self.order = words[:4]
         """The turn, the step, the slab and the mode."""
-        self.own = words[4:].reshape(workers, 3)
-        """Of each process: the turn that it has done, the envs that ended in it, a failure."""
-        self.ended = self._ended.array
-        self.bells, self.done = [Bell() for _ in range(workers)], Bell()
-        # A worker of a collector leaves the cores to its like.
-        self.cores = 0 if in_worker() else len(os.sched_getaffinity(0))
+        self.marks = words[4:]
+        """Of each process: the last turn that it has done, with `ENDED` and `FAILED`."""
+        self.ended = self._ended.array.data
+        # This process sleeps while those that never spin have its core; the others have one each.
+        # A worker of a collector leaves those to its like.
+        cores = 1 if in_worker() else len(os.sched_getaffinity(0))
+        self.spinning = min(workers, cores - 1)
+        self.bells, self.done = [Bell() for _ in range(workers)], (Bell(), Bell())
+        """Of each process, and rung when it is done: by those that spin, by those that sleep."""
         self.turn = 0
         self.dead: str | None = None
         self.links: list[ProcessLink] = []
@@ -120,7 +140,7 @@ class ParallelGroup(Group):
         self._modes: set[tuple[int, int]] = set()
         self._known: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
         self._described: deque[weakref.ref[SharedMemory]] = deque()
-        bells = [*self.bells, self.done]
+        bells = [*self.bells, *self.done]
         self._ender = weakref.finalize(self, _end, self.links, bells, self.order, 0.0)
         try:
             self._start(makers, info_keys)
@@ -131,7 +151,7 @@ class ParallelGroup(Group):
     def _start(self, makers: Sequence[Any], info_keys: InfoNames) -> None:
         quiet = swath.filter_warnings_subprocess
         for number, (start, stop) in enumerate(self.spans):
-            spins = _SPINS if number < self.cores else 0
+            spins = _SPINS if number < self.spinning else 0
             job = makers[start:stop], info_keys, quiet, number, start, spins
             self.links.append(ProcessLink(main, pack(job, "create_env_fn")))
         hosted: list[Hosted] = self._answers(range(len(self.links)))
@@ -141,7 +161,8 @@ class ParallelGroup(Group):
                 raise UsageError(
                     f"{span[1] - span[0]} env makers made {host.num_envs} envs; each must make one."
                 )
-            descriptors = [*self.bells[number].descriptors, *self.done.descriptors]
+            done = self.done[number >= self.spinning]
+            descriptors = [*self.bells[number].descriptors, *done.descriptors]
             self.links[number].send(None, [self._board, self._ended], descriptors)
         super().__init__(len(makers), hosted[0].observation_space, hosted[0].action_space)
         self.info_fields = hosted[0].info_fields
@@ -150,9 +171,16 @@ class ParallelGroup(Group):
         self.freezes = all(host.freezes for host in hosted)
         if all(host.time_limits is not None for host in hosted):
             self.time_limits = [limit for host in hosted for limit in host.time_limits or ()]
-        self.poller = select.poll()
-        for descriptor in (self.done.fileno(), *(link.sentinel for link in self.links)):
-            self.poller.register(descriptor, select.POLLIN)
+        split, marks = self.spinning, self.marks
+        parts = ((marks[split:], self.done[1], 0), (marks[:split], self.done[0], _LOOKS))
+        self.waits = [(*part, self._poller(part[1])) for part in parts if len(part[0])]
+        """Whom to wait for: marks, the bell, how often to look before sleeping, who wakes."""
+
+    def _poller(self, done: Bell) -> select.poll:
+        poller = select.poll()
+        for descriptor in (done.fileno(), *(link.sentinel for link in self.links)):
+            poller.register(descriptor, select.POLLIN)
+        return poller
 
     # -- talking --------------------------------------------------------------------------------
 
@@ -160,7 +188,9 @@ class ParallelGroup(Group):
         """Send messages to processes, by number, and return their answers."""
         self.check_alive()
         self.turn += 1
-        self.order[:2] = self.turn, ASK
+        self.order[1] = ASK
+        fence()
+        self.order[0] = self.turn
         for number, message in messages.items():
             try:
                 self.links[number].send((self.turn, message), [memory] if memory else [])
@@ -278,10 +308,10 @@ class ParallelGroup(Group):
     def close(self) -> None:
         if self._ender.detach() is not None:
             self.dead = "this ParallelEnv is closed"
-            _end(self.links, [*self.bells, self.done], self.order, _GRACE)
+            _end(self.links, [*self.bells, *self.done], self.order, _GRACE)
 
 
-def _end(links: list[ProcessLink], bells: list[Bell], order: np.ndarray, grace: float) -> None:
+def _end(links: list[ProcessLink], bells: list[Bell], order: memoryview, grace: float) -> None:
     """End the processes: asked first, killed after some seconds."""
     order[1] = ASK
     for link, bell in zip(links, bells, strict=False):
@@ -312,48 +342,58 @@ class _BoundParallel:
         group = self._group
         group.check_alive()
         group.turn += 1
-        group.order[:] = group.turn, t, self._slab, self._mode
+        order = group.order
+        order[1], order[2], order[3] = t, self._slab, self._mode
+        fence()
+        order[0] = group.turn
         for ring in self._rings:
             ring()
-        self._await()
-        _, ended, failed = group.own.sum(0).tolist()
-        if failed:
-            self._fail()
-        return self._ended() if ended else ()
+        least = TURN * group.turn
+        for part in group.waits:
+            self._await(least, *part)
+        fence()
+        marks = group.marks.tolist()
+        if max(marks) == least:
+            return ()
+        if any(mark & FAILED for mark in marks):
+            self._fail(marks)
+        return self._ended(marks)
 
-    def _await(self) -> None:
-        """Wait until all processes have done their turn, or one of them has ended."""
-        group, poll, turn = self._group, self._group.poller.poll, self._group.turn
-        done, turns = group.done.fileno(), group.own[:, 0]
-        looks = 0
-        while (turns != turn).any():
-            if group.cores and looks < _LOOKS:
-                looks += 1
+    def _await(
+        self, least: int, marks: memoryview, done: Bell, looks: int, poller: select.poll
+    ) -> None:
+        """Wait until processes have done their turn, or one of them has ended."""
+        left = looks
+        while min(marks.tolist()) < least:
+            if left:
+                left -= 1
                 os.sched_yield()
                 continue
-            for descriptor, _ in poll():
-                if descriptor == done:
-                    group.done.take()
+            for descriptor, _ in poller.poll():
+                if descriptor == done.fileno():
+                    done.take()
                 else:
-                    group.lose([link.sentinel for link in group.links].index(descriptor))
-            looks = 0
+                    sentinels = [link.sentinel for link in self._group.links]
+                    self._group.lose(sentinels.index(descriptor))
+            left = looks
 
-    def _ended(self) -> list[int]:
+    def _ended(self, marks: Sequence[int]) -> list[int]:
         group = self._group
         return [
             start + i
-            for number, (start, stop) in enumerate(group.spans)
-            if group.own[number, 1]
-            for i in np.flatnonzero(group.ended[start:stop]).tolist()
+            for mark, (start, stop) in zip(marks, group.spans, strict=True)
+            if mark & ENDED
+            for i, ended in enumerate(group.ended[start:stop])
+            if ended
         ]
 
-    def _fail(self) -> NoReturn:
+    def _fail(self, marks: Sequence[int]) -> NoReturn:
         """Raise the failure of a process; the envs of all others have made the step."""
         group = self._group
         failures: list[CallFailed] = []
         completed: list[int] = []
         for number, (start, stop) in enumerate(group.spans):
-            if not group.own[number, 2]:
+            if not marks[number] & FAILED:
                 completed.extend(range(start, stop))
                 continue
             try:

@@ -27,23 +27,17 @@ import traceback
 from collections.abc import Sequence
 
 from swath.links.channel import Channel, close_all
+from swath.preload import COMPILER
 
-__all__ = ["PRELOAD", "STATUS", "serve"]
+__all__ = ["PLAIN", "STATUS", "WITH_COMPILER", "serve"]
 
-PRELOAD = ("torch", "tensordict", "gymnasium", "cloudpickle", "swath.workers.body")
+PLAIN, WITH_COMPILER = b"p", b"c"
+"""Requests: for a worker, and for one that will compile, or import what does."""
 STATUS = struct.Struct("=q")
 _PDEATHSIG = 1
 
 in_worker: int | None = None
 """In a process that a fork server made: its process id."""
-
-
-def main(descriptor: int, parent: int) -> None:
-    """Run as the program of the fork server."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for your process, which tells us
-    for name in PRELOAD:
-        importlib.import_module(name)
-    serve(socket.socket(fileno=descriptor), parent)
 
 
 def serve(requests: socket.socket, parent: int) -> None:
@@ -117,6 +111,8 @@ def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[int
     head, descriptors, _, _ = socket.recv_fds(requests, 1, 8)
     if not head:
         return False
+    if head == WITH_COMPILER:  # once for all workers, instead of in each
+        importlib.import_module(COMPILER)
     *for_worker, status = descriptors
     server = os.getpid()
     pid = os.fork()

@@ -21,15 +21,21 @@ from typing import Any
 
 from swath.links import forkserver
 from swath.links.channel import Channel, close_all
-from swath.links.forkserver import STATUS
+from swath.links.forkserver import PLAIN, STATUS, WITH_COMPILER
 
 __all__ = ["Launched", "ending", "in_worker", "launch", "server_pid", "stop_server"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_START = (
-    "import sys; sys.path[:] = {path!r}; from swath.links.forkserver import main; "
-    "main({descriptor}, {parent})"
-)
+_COMPILING = (b"torchrl", b"torch._dynamo")
+_START = """
+import signal, socket, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for your process, which tells us
+sys.path[:] = {path!r}
+from swath.preload import preload
+preload()
+from swath.links.forkserver import serve
+serve(socket.socket(fileno={descriptor}), {parent})
+"""
 
 
 class Launched:
@@ -89,8 +95,9 @@ def launch(target: Callable[[Channel, bytes], None], payload: bytes) -> Launched
     sentinel, status = os.pipe()
     output, errors = _output(1), _output(2)
     given = [theirs.fileno(), output, errors, status]
+    request = WITH_COMPILER if any(name in payload for name in _COMPILING) else PLAIN
     try:
-        pid = _fork(given)
+        pid = _fork(request, given)
     except BaseException:
         ours.close()
         os.close(sentinel)
@@ -130,11 +137,11 @@ class _Server:
         self.pid, self._wait = start(theirs, self._socket)
         theirs.close()
 
-    def fork(self, descriptors: list[int]) -> int:
+    def fork(self, request: bytes, descriptors: list[int]) -> int:
         """Return the pid of a new worker that holds these descriptors."""
         with self._lock:
             try:
-                socket.send_fds(self._socket, [b"f"], descriptors)
+                socket.send_fds(self._socket, [request], descriptors)
                 told = self._socket.recv(STATUS.size, socket.MSG_WAITALL)
             except (BrokenPipeError, ConnectionResetError):
                 told = b""
@@ -176,19 +183,19 @@ _current: _Server | None = None
 _guard = threading.Lock()
 
 
-def _fork(descriptors: list[int]) -> int:
+def _fork(request: bytes, descriptors: list[int]) -> int:
     """Return the pid of a new worker, from a new server if there is none or it was killed."""
     global _current
     with _guard:
         if _current is None:
             _current = _Server()
-            return _current.fork(descriptors)
+            return _current.fork(request, descriptors)
         try:
-            return _current.fork(descriptors)
+            return _current.fork(request, descriptors)
         except ServerGone:
             _current.stop()
             _current = _Server()
-            return _current.fork(descriptors)
+            return _current.fork(request, descriptors)
 
 
 def in_worker() -> bool:

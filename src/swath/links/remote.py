@@ -187,11 +187,11 @@ class RemoteLink:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait until the worker has gone, at most `timeout` seconds, and let go of it."""
-        self._channel.await_end(timeout)
+        ended = self._channel.await_end(timeout)
         self._channel.close()
         self._bulk.close()
         if self._process is not None:
-            self._process.close(timeout)
+            self._process.close(_LAST_WORDS if ended else 0.0)
 
 
 class RemotePort:
@@ -261,12 +261,7 @@ class RemotePort:
         return self._flag
 
     def close(self) -> None:
-        """Wait until what was sent has left, and let go of the other side."""
-        for waiting, _ in self._sending:
-            try:
-                waiting()
-            except Exception:  # nobody wants it any more
-                break
+        """Let go of the other side, which wants nothing more."""
         self._ended.set()
         self._channel.close()
         self._bulk.close()

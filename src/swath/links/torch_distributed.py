@@ -14,6 +14,7 @@ early is served by gloo's own threads, while Python does something else.
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -107,30 +108,44 @@ class TorchBulk:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
             self._group = dist.ProcessGroupGloo(self._store, rank, 2, options)
         self._sent, self._received = count(), count()
+        self._receipts: deque[Any] = deque(maxlen=4)
 
     def send(self, block: np.ndarray) -> Callable[[], None]:
-        """Begin to send; see `Bulk`."""
-        data = torch.from_numpy(block)
+        """Begin to send; see `Bulk`.
+
+        A receipt is waited for, not the send itself: that would not end if the other side died
+        before it began to receive.
+        """
+        data, tag = torch.from_numpy(block), self._tag(self._sent)
         if self._cuda:
             data = data.cuda()
-        work = self._group.send([data], self._peer, next(self._sent) % (1 << 30))
-        return lambda: work.wait()
+        receipt = torch.empty(1, dtype=torch.uint8, device=data.device)
+        sent = self._group.send([data], self._peer, tag)
+        received = self._group.recv([receipt], self._peer, tag + 1)
+        return lambda: (received.wait(), sent)[1]
 
     def receive(self, block: np.ndarray) -> Callable[[], None]:
         """Begin to receive; see `Bulk`."""
-        into = torch.from_numpy(block)
+        into, tag = torch.from_numpy(block), self._tag(self._received)
         data = torch.empty_like(into, device="cuda") if self._cuda else into
-        work = self._group.recv([data], self._peer, next(self._received) % (1 << 30))
+        work = self._group.recv([data], self._peer, tag)
 
         def wait() -> None:
             work.wait()
             if data is not into:
                 into.copy_(data)
+            receipt = torch.zeros(1, dtype=torch.uint8, device=data.device)
+            self._receipts.append((self._group.send([receipt], self._peer, tag + 1), receipt))
 
         return wait
+
+    @staticmethod
+    def _tag(numbers: count[int]) -> int:
+        return 2 * (next(numbers) % (1 << 29))
 
     def close(self) -> None:
         """Let go of the other side."""
         if self._cuda:
             self._group.abort()
         self._group = None
+        self._receipts.clear()

@@ -25,6 +25,7 @@ import torch
 from tensordict import TensorDictBase
 
 from swath.errors import UsageError
+from swath.memory.fence import fence
 from swath.memory.layout import ALIGNMENT
 from swath.memory.slab import Memory, SharedMemory
 
@@ -133,7 +134,7 @@ class WeightBlock:
         # by two publications; more are taken when readers are directed to different versions.
         self._order = list(range(min(3, self._count)))
         self._later: dict[int, int] = {}
-        self._publishing, self._fence = threading.RLock(), threading.Lock()
+        self._publishing = threading.RLock()
 
     @staticmethod
     def nbytes(spec: WeightSpec, readers: int) -> int:
@@ -169,14 +170,14 @@ class WeightBlock:
     def _write(self, number: int, fitting: Mapping[str, torch.Tensor], version: int) -> None:
         newest = self._order[-1]
         self._stamps[number] = _WRITING
-        self._ordered()
+        fence()
         for name, view in self._buffers[number].items():
             view.copy_(fitting[name] if name in fitting else self._buffers[newest][name])
         given = [name in fitting for name in self._optional]
         self._present[number] = self._present[newest] | np.array(given, np.uint8)
-        self._ordered()
+        fence()
         self._stamps[number] = version
-        self._ordered()
+        fence()
         self._order = [*(one for one in self._order if one != number), number]
 
     def direct(self) -> None:
@@ -209,15 +210,10 @@ class WeightBlock:
                     return version
 
     def _holds(self, number: int, version: int) -> bool:
-        self._ordered()
+        fence()
         stamp = int(self._stamps[number])
-        self._ordered()
+        fence()
         return stamp == version
-
-    def _ordered(self) -> None:
-        """Keep processors that reorder memory accesses from doing so here: a lock does."""
-        with self._fence:
-            pass
 
 
 def _aligned(nbytes: int) -> int:

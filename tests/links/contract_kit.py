@@ -1,0 +1,166 @@
+"""Both ends of every kind of link, for the contract that all of them keep; workers import this."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import numpy as np
+
+from swath.links import ProcessLink, ProcessPort, launch, pack, unpack
+from swath.links.gate import Gate, dial, new_secret
+from swath.links.remote import RemoteLink, RemotePort
+from swath.links.torch_distributed import TorchMedium
+from swath.memory import SharedMemory
+
+PATIENCE = 20.0
+SIZE = 1_000_000
+
+
+class Held:
+    """Memory that blocks come into; counts how often."""
+
+    def __init__(self) -> None:
+        self.memory = SharedMemory(SIZE)
+        self.block = self.memory.array
+        self.times = 0
+
+    def arrived(self) -> None:
+        self.times += 1
+
+
+class Pair:
+    """Your end of a link whose other end runs a function, in a process."""
+
+    def __init__(self, kind: str, function) -> None:
+        self._closes = contextlib.ExitStack()
+        self.held: list[Held] = []
+        self.link = getattr(self, f"_{kind}")(pack(function, "it"))
+
+    def _process(self, function):
+        return ProcessLink(run_process, function)
+
+    def _gloo(self, function):
+        secret = new_secret()
+        gate = Gate("127.0.0.1", 0, secret, PATIENCE)
+        self._closes.callback(gate.close)
+        medium = TorchMedium("gloo", "127.0.0.1", new_secret().hex(), PATIENCE)
+        self._closes.callback(medium.close)
+        process = launch(run_remote, pack((gate.port, secret, function), "it"))
+        arrival = gate.fetch(0, time.monotonic() + 30, lambda: None)
+        ticket = medium.ticket(0)
+        arrival.channel.send(ticket)
+        bulk = medium.connect(ticket, arrival.own_host)
+        return RemoteLink(arrival.channel, bulk, "it", process.pid, "here", process)
+
+    def give_memory(self) -> None:
+        """Let the worker have memory; what it writes there comes here with its message."""
+        held = Held()
+        self.held.append(held)
+        given = held.memory if self.link.shares_memory else SIZE
+        self.link.send("memory", [given])
+
+    def ask(self, message, number: int) -> None:
+        """Send a message whose answer brings the memory of this number."""
+        more = () if self.link.shares_memory else ((), self.held[number])
+        self.link.send(message, *more)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.link.kill()
+        self.link.close(5.0)
+        for held in self.held:
+            held.memory.close_descriptor()
+        self._closes.close()
+
+
+def run_process(channel, payload):
+    unpack(payload)(ProcessPort(channel))
+
+
+def run_remote(channel, payload):
+    port, secret, function = unpack(payload)
+    channel, own_host = dial("127.0.0.1", port, secret, 0, PATIENCE)
+    ticket, _ = channel.receive()
+    port = RemotePort(channel, ticket.connect(own_host))
+    try:
+        unpack(function)(port)
+    finally:
+        port.close()
+
+
+# -- what workers do ------------------------------------------------------------------------------
+
+
+def echo(port):
+    """Send back what comes, until `stop`."""
+    while (message := port.receive()[0]) != "stop":
+        port.send(message)
+
+
+def talk(port):
+    """Send so many numbered messages for each one that comes."""
+    while True:
+        message, _ = port.receive()
+        for number in range(message):
+            port.send(number)
+
+
+def fill(port):
+    """Fill memory with numbers and send it, one block per message, in turn."""
+    memories = []
+    while True:
+        message, memory = port.receive()
+        if message == "memory":
+            memories += memory
+            continue
+        number, value = message
+        memories[number].array[:] = value
+        port.send(("filled", value), memories[number].array)
+
+
+def fill_half_and_die(port):
+    """Announce a block and die before it has left."""
+    _, (memory,) = port.receive()
+    port.receive()
+    memory.array[:] = 1
+    if port.shares_memory:
+        os._exit(5)
+    port._channel.send(("filled", True))
+    os._exit(5)
+
+
+def work(port):
+    """Work until interrupted, then tell so; once for each message."""
+    while True:
+        message, _ = port.receive()
+        port.send("began")
+        while not port.interrupted():
+            time.sleep(0.001)
+        port.send(("interrupted", message))
+
+
+def take(port):
+    """Take pushed blocks: each must be whole; tell how many had come at each message."""
+    seen = []
+
+    def on_push(message, block):
+        assert block.min() == block.max(), "half of a block"
+        seen.append((message, int(block[0])))
+
+    port.on_push = on_push
+    while True:
+        port.receive()
+        port.send(list(seen))
+
+
+def ignore(port):
+    """Read nothing and do nothing, whatever comes."""
+    time.sleep(3600)
+
+
+def block_of(value: int) -> np.ndarray:
+    return np.full(SIZE, value % 251, np.uint8)

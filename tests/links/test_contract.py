@@ -1,0 +1,166 @@
+"""What every link keeps: order, nothing lost or twice, deaths noticed, a bounded end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+
+import contract_kit as kit
+import pytest
+
+KINDS = ["process", "gloo"]
+each = pytest.mark.parametrize("kind", KINDS)
+remote = pytest.mark.parametrize("kind", [one for one in KINDS if one != "process"])
+
+
+def ready(link, seconds):
+    """Wait for a descriptor of the link; False if nothing happens."""
+    poller = select.poll()
+    poller.register(link.fileno(), select.POLLIN)
+    if link.sentinel is not None:
+        poller.register(link.sentinel, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))
+
+
+def ends(calls):
+    """Make calls until the link says that it has ended."""
+    try:
+        for call, *arguments in calls:
+            call(*arguments)
+    except EOFError:
+        return True
+    return False
+
+
+def end_of(link):
+    """Read until the link says that it has ended."""
+    return ends((link.receive,) for _ in range(10_000))
+
+
+@each
+def test_messages_of_any_size_come_back_whole_and_in_order(kind):
+    with kit.Pair(kind, kit.echo) as pair:
+        sent = [number if number % 7 else b"x" * number * 1000 for number in range(300)]
+        for message in sent:
+            pair.link.send(message)
+            assert pair.link.receive() == message
+        assert not pair.link.waits()
+
+
+@each
+def test_many_messages_wait_in_order_none_lost_none_twice(kind):
+    with kit.Pair(kind, kit.talk) as pair:
+        pair.link.send(20_000)
+        assert ready(pair.link, 10)
+        assert [pair.link.receive() for _ in range(20_000)] == list(range(20_000))
+        assert not ready(pair.link, 0.05)
+
+
+@each
+def test_a_worker_that_is_not_read_waits_and_loses_nothing(kind):
+    with kit.Pair(kind, kit.talk) as pair:
+        pair.link.send(100_000)  # more than any socket holds
+        time.sleep(0.5)
+        assert [pair.link.receive() for _ in range(100_000)][-1] == 99_999
+
+
+@each
+def test_blocks_are_there_when_their_message_is(kind):
+    with kit.Pair(kind, kit.fill) as pair:
+        for _ in range(2):
+            pair.give_memory()
+        pair.ask((0, 100), 0)
+        pair.ask((1, 101), 1)  # ordered ahead: it fills one while the other travels
+        for value in range(100, 160):
+            number = value % 2
+            assert pair.link.receive() == ("filled", value)
+            block = pair.held[number].block
+            assert block.min() == block.max() == value
+            if value < 158:
+                pair.ask((number, value + 2), number)
+        if not pair.link.shares_memory:
+            assert [held.times for held in pair.held] == [30, 30]
+
+
+@each
+def test_an_interrupt_reaches_a_worker_at_work_and_can_be_taken_back(kind):
+    with kit.Pair(kind, kit.work) as pair:
+        for number in range(3):
+            pair.link.interrupt(False)
+            pair.link.send(number)
+            assert pair.link.receive() == "began"
+            assert not ready(pair.link, 0.05)
+            pair.link.interrupt()
+            assert pair.link.receive() == ("interrupted", number)
+
+
+@remote
+def test_pushed_blocks_arrive_whole_in_order_and_before_what_is_sent_later(kind):
+    with kit.Pair(kind, kit.take) as pair:
+        pushed = []
+        for version in range(40):
+            block = kit.block_of(version)
+            pair.link.push(version, block)
+            pushed.append((version, int(block[0])))
+            if version % 5 == 0:
+                pair.link.send("how many?")
+                assert pair.link.receive() == pushed
+
+
+@each
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_death_of_a_worker_is_noticed_at_once_and_told(kind, how):
+    with kit.Pair(kind, kit.echo) as pair:
+        pair.link.send("you?")
+        pair.link.receive()
+        os.kill(pair.link.pid, how)
+        assert ready(pair.link, 5)
+        assert end_of(pair.link)
+        assert how.name in pair.link.ended()
+        assert ends((pair.link.send, "still there?") for _ in range(100_000))
+
+
+@each
+def test_a_worker_that_dies_with_half_a_block_under_way(kind):
+    with kit.Pair(kind, kit.fill_half_and_die) as pair:
+        pair.give_memory()
+        pair.ask("go", 0)
+        assert ready(pair.link, 10)
+        assert end_of(pair.link)
+        assert "exit code 5" in pair.link.ended()
+        assert pair.held[0].times == 0
+
+
+@remote
+def test_pushing_to_a_worker_that_dies_ends_too(kind):
+    with kit.Pair(kind, kit.take) as pair:
+        pair.link.push(0, kit.block_of(0))
+        os.kill(pair.link.pid, signal.SIGKILL)
+        assert ends((pair.link.push, version, kit.block_of(version)) for version in range(1, 1000))
+
+
+@each
+@pytest.mark.parametrize("body", [kit.echo, kit.work, kit.ignore, kit.take])
+def test_shutdown_is_bounded_whatever_the_worker_does(kind, body):
+    with kit.Pair(kind, body) as pair:
+        started = time.monotonic()
+        pair.link.interrupt()
+        pair.link.send("stop")
+        pair.link.close(0.5)
+        assert time.monotonic() - started < 5
+        assert not os.path.exists(f"/proc/{pair.link.pid}")
+
+
+@each
+def test_a_worker_ends_when_its_other_end_is_gone(kind):
+    for body in (kit.echo, kit.work):
+        pair = kit.Pair(kind, body)
+        pair.link.send(1)
+        pair.link.receive()
+        channel = pair.link._process.channel if kind == "process" else pair.link._channel
+        channel.end()  # as the kernel does when this process is killed
+        if kind != "process" or body is kit.echo:  # there the kernel kills a worker at work
+            assert pair.link._process.exit_code(10) is not None
+        pair.__exit__()
