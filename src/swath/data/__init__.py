@@ -2,6 +2,7 @@
 
 from swath.data.datasets import DatasetWriter, load_dataset
 from swath.data.minari import MinariWriter
+from swath.data.ray import RayReplayBuffer
 from swath.data.replay import ReplayBuffer
 from swath.data.samplers import PrioritizedSampler, Sampler, SliceSampler, UniformSampler
 
@@ -9,6 +10,7 @@ __all__ = [
     "DatasetWriter",
     "MinariWriter",
     "PrioritizedSampler",
+    "RayReplayBuffer",
     "ReplayBuffer",
     "Sampler",
     "SliceSampler",

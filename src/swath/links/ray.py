@@ -131,16 +131,16 @@ class RayLink:
         self._bell, self._lock = Bell(), threading.Lock()
         self._sends, self._numbers = threading.RLock(), itertools.count()
         self._pushes: deque[Any] = deque()
-        self._expected: deque[Expected | None] = deque([None])
+        self._expected: deque[Expected | None] = deque()
         self._answers: dict[int, Any] = {}
         self._arrived: deque[Any] = deque()
-        self._asked, self._heard = 1, 0
+        self._asked = self._heard = 0
         self._reason: str | None = None
         self._interrupted = self._closed = False
         self._ended = threading.Event()
         _when_done(actor.here.remote(), self._placed)
         _when_done(actor.run.remote(job), self._over)
-        _when_done(actor.ask.remote(None, 0, None, ()), functools.partial(self._answer, 0))
+        self.expect()
 
     def _placed(self, about: Any, error: BaseException | None) -> None:
         if error is None:
@@ -195,6 +195,14 @@ class RayLink:
             call = self._call(self._actor.ask, turn, message, sizes)
             self._expected.append(expected)
             self._asked += 1
+        _when_done(call, functools.partial(self._answer, turn))
+
+    def expect(self) -> None:
+        """Let a message come that answers none, such as the first word of a worker."""
+        with self._sends:
+            turn, self._asked = self._asked, self._asked + 1
+            self._expected.append(None)
+            call = self._actor.ask.remote(None, turn, None, ())
         _when_done(call, functools.partial(self._answer, turn))
 
     def push(self, message: Any, block: Any) -> None:

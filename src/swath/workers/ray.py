@@ -13,8 +13,7 @@ first, then the cluster, if we have started it or connected to it, and nobody el
 
 from __future__ import annotations
 
-import os
-import socket
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,11 @@ import numpy as np
 
 from swath.errors import UsageError
 from swath.links import Link
-from swath.links.ray import RayLink, RayPort, leave, needed
+from swath.links.ray import RayLink, leave, needed
 from swath.memory.weights import WeightSpec
+from swath.workers.host import Host
 from swath.workers.place import Publisher, Slabs
-from swath.workers.remote import RemoteSlabs, RemoteWeights, serve
+from swath.workers.remote import RemoteSlabs, RemoteWeights
 
 if TYPE_CHECKING:
     from swath.workers.crew import Crew
@@ -38,38 +38,6 @@ _THREADS = 8
 _INLINE = 100 * 1024
 """Bytes up to which Ray sends an argument with the call."""
 _UNITS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-
-
-class Host:
-    """What the actor is: a port, and the worker behind it."""
-
-    def __init__(self) -> None:
-        self._port = RayPort()
-
-    def here(self) -> tuple[int, str, str]:
-        """Return process, host and address of the node."""
-        return os.getpid(), socket.gethostname(), needed().util.get_node_ip_address()
-
-    def run(self, job: bytes) -> None:
-        """Be a worker until a message ends it."""
-        try:
-            serve(self._port, job)
-        finally:
-            self._port.close()
-
-    def tell(self, number: int, message: Any, sizes: Sequence[int]) -> None:
-        """Take a message."""
-        self._port.deliver(number, message, sizes)
-
-    def ask(self, number: int | None, turn: int, message: Any, sizes: Sequence[int]) -> Any:
-        """Take a message, if there is one, and return the report with this number."""
-        if number is not None:
-            self._port.deliver(number, message, sizes)
-        return self._port.report(turn)
-
-    def push(self, number: int, message: Any, block: np.ndarray) -> None:
-        """Take weights."""
-        self._port.deliver(number, message, (), block)
 
 
 def needs_of(config: Mapping[str, Any]) -> dict[str, float]:
@@ -103,7 +71,7 @@ class RayPlace:
         with self._lock:
             self._links += 1
         needs = needs_of(self._configs[number % len(self._configs)])
-        actor = self._kinds[number % len(self._kinds)].remote()
+        actor = self._kinds[number % len(self._kinds)].remote(sys.path)
         return RayLink(actor, payload, lambda: self._unplaced(needs), self._let_go)
 
     def _unplaced(self, needs: Mapping[str, float]) -> str:

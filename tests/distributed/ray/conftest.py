@@ -10,20 +10,13 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install swath[ray]")
 sys.path.insert(0, str(Path(__file__).parents[2] / "collectors"))  # for multi_kit, in actors too
 
-LEAN = {
-    "address": "local",
-    "include_dashboard": False,
-    "object_store_memory": 256 << 20,
-    "logging_level": "error",
-    "log_to_driver": False,
-}
-
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A cluster of one node with so many CPUs that none of the tests waits for one."""
+    """A cluster of one node with so many CPUs that no test waits for one."""
     import ray
+    from ray_kit import LEAN, end
 
     ray.init(num_cpus=8, resources={"rare": 1}, **LEAN)
     yield ray
-    ray.shutdown()
+    end(ray.shutdown)
