@@ -40,7 +40,7 @@ def _descriptors() -> int:
 
 
 # Started once by libraries, for the life of the process.
-_KEPT_THREADS = ("MainThread", "ThreadPoolExecutor", "Thread-autotuning", "QueueFeeder", "Dummy")
+_KEPT_THREADS = ("MainThread", "ThreadPoolExecutor", "Thread-autotuning", "QueueFeeder")
 
 
 def _left(before: tuple[set[str], set[threading.Thread], set[str], int]) -> list[str]:

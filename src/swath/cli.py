@@ -171,7 +171,7 @@ def collect(  # noqa: PLR0913 - one parameter per option
     return _INTERRUPTED if run.interrupted else 0
 
 
-def _make_collector(  # noqa: PLR0913 - it chooses among all of them
+def _make_collector(
     env_id: str,
     made: Any,
     policy: Any,
@@ -183,6 +183,8 @@ def _make_collector(  # noqa: PLR0913 - it chooses among all of them
     """Return the collector that the options ask for; workers make their own envs."""
     from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
     from swath.collectors.distributed import RayCollector
+
+    on_a_cluster: Any = RayCollector
 
     envs = made.num_envs
     if not workers:
@@ -197,8 +199,8 @@ def _make_collector(  # noqa: PLR0913 - it chooses among all of them
     else:
         options |= {"frames_per_batch": each}
     if on_ray is not None:
-        return RayCollector(sources, policy, sync=mode is Mode.sync, **on_ray, **options)
-    kind = MultiSyncCollector if mode is Mode.sync else MultiAsyncCollector
+        return on_a_cluster(sources, policy, sync=mode is Mode.sync, **on_ray, **options)
+    kind: Any = MultiSyncCollector if mode is Mode.sync else MultiAsyncCollector
     return kind(sources, policy, **options)
 
 

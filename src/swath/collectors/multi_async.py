@@ -115,7 +115,7 @@ class MultiAsyncCollector(MultiCollector):
 
     def _lent(self, worker: int, filled: Filled) -> TensorDict:
         interface = self._forms.interface
-        lead = (self._envs[worker],) if interface.batched else ()
+        lead = (self._envs[worker],) if interface.batched or self._envs[worker] > 1 else ()
         return lend(self._pools[worker], filled, interface.observations, lead)
 
     def _order(self, frames_left: float, wanted: int) -> None:

@@ -15,11 +15,18 @@ class Link(Protocol):
 
     name: str
     """The worker in words, with process and host."""
-    pid: int | None
-    """None while it is not known where the worker will run."""
-    host: str | None
     shares_memory: bool
     """The worker sees your process's memory; if not, blocks travel."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process, on its host; None while it is not known where the worker will run."""
+        ...
+
+    @property
+    def host(self) -> str | None:
+        """The host, once it is known."""
+        ...
 
     @property
     def sentinel(self) -> int | None:

@@ -53,8 +53,8 @@ def writable(block: np.ndarray) -> np.ndarray:
     """Return the same memory as torch wants it; it is Ray's and must only be read."""
     if block.flags.writeable or not block.nbytes:
         return block
-    pointer = (ctypes.c_uint8 * block.nbytes).from_address(block.ctypes.data)
-    pointer.owner = block  # type: ignore[attr-defined]
+    pointer: Any = (ctypes.c_uint8 * block.nbytes).from_address(block.ctypes.data)
+    pointer.owner = block
     return np.frombuffer(pointer, np.uint8)
 
 

@@ -32,8 +32,10 @@ _OPEN_DESCRIPTORS = 64
 class Place(Protocol):
     """Starts workers and says how memory reaches them."""
 
-    launch_limit: float | None
-    """Seconds that a worker has for its first word; None: as for any other answer."""
+    @property
+    def launch_limit(self) -> float | None:
+        """Seconds that a worker has for its first word; None: as for any other answer."""
+        ...
 
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start these workers; each will answer `Built`."""

@@ -351,7 +351,8 @@ class RemoteWeights:
 
     def _push(self, worker: int, message: Publish, block: Any) -> None:
         link: Any = self._crew.links.get(worker)
-        if link is not None and link is self._begun.get(worker):  # not while it is being started
+        begun = link is not None and link is self._begun.get(worker)
+        if begun:  # not while it is being started
             with contextlib.suppress(EOFError):  # the next wait says so
                 link.push(message, block)
 

@@ -71,7 +71,9 @@ def test_versions_are_right_and_weights_come_in_the_middle_of_a_rollout(sync):
             batches.append(batch)
             for update in range(3):
                 collector.update_policy_weights_(policy.become(3 * number + update + 1))
-        assert collector.update_policy_weights_(policy.become(1000), wait=True) == 3 * len(batches) + 1
+        assert (
+            collector.update_policy_weights_(policy.become(1000), wait=True) == 3 * len(batches) + 1
+        )
         told = collector.map_fn(lambda about: (about.worker, about.policy.weight.item()))
         assert told == [(0, 1000.0), (1, 1000.0)]
         assert [mean.item() for mean in collector.get_distant_attr("policy.mean")] == [1000.0] * 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import multi_kit as kit
 import pytest
 
-from swath.collectors.distributed import RayCollector, ray as module
+from swath.collectors.distributed import RayCollector
+from swath.collectors.distributed import ray as module
 from swath.errors import UsageError
 from swath.testing import CountingEnv, SlowEnv, check_transitions
 

@@ -111,8 +111,7 @@ def test_an_env_that_raises_is_told_with_actor_host_env_and_step():
     with make(False, makers, on_worker_failure="raise", seed=3) as collector:
         seen = []
         with pytest.raises(EnvError, match="crashed as asked") as caught:
-            while True:
-                seen.append(collector.next())
+            seen.extend(collector)
         error, link = caught.value, collector._crew.links[1]
         assert (error.worker, error.env, error.step) == (1, 2, 25)
         assert isinstance(error.__cause__, RuntimeError)
@@ -141,8 +140,7 @@ def test_too_many_deaths_end_the_run_with_words():
 
     with make(False, [maker], max_restarts=1, frames_per_batch=10) as collector:
         with pytest.raises(WorkerError, match=r"actor \w+ on .* process \d+\) died.* 1 restarts"):
-            for _ in range(100):
-                collector.next()
+            list(collector)
 
 
 class Wide(nn.Module):

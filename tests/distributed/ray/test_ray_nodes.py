@@ -15,9 +15,10 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def nodes():
-    """A cluster with a head, which has no room for actors, and functions to add and remove nodes."""
-    import ray
+    """A cluster with a head, which has no room for actors, and a function to add a node."""
     from ray.cluster_utils import Cluster
+
+    import ray
 
     small = {"object_store_memory": 128 << 20, "include_dashboard": False}
     cluster = Cluster(True, head_node_args={"num_cpus": 0, "resources": {"head": 1}, **small})

@@ -11,12 +11,13 @@ import time
 
 import multi_kit as kit
 import pytest
+from ray_kit import command
 
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
 import os, sys, time
-import psutil
+from ray_kit import descendants as everyone
 from swath.collectors.distributed import RayCollector
 from swath.testing import CountingEnv, SlowEnv, check_transitions
 
@@ -24,9 +25,6 @@ OPTIONS = {"ray_init_config": {"object_store_memory": 128 << 20}}
 
 def say(*words):
     print(*words, flush=True)
-
-def everyone():
-    return [one.pid for one in psutil.Process().children(recursive=True)]
 """
 
 
@@ -37,6 +35,7 @@ def start(body):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
@@ -52,14 +51,6 @@ def workers_gone(pids, within):
         left = {pid for pid in left if kit.alive(pid) and "agent" not in command(pid)}
         time.sleep(0.1)
     return not left
-
-
-def command(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline") as file:
-            return file.read()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def test_a_script_starts_a_quiet_cluster_and_stops_it():

@@ -46,6 +46,7 @@ class DistributedCollector(PairedCollector):
     """
 
     _scope = "cluster"
+
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         options = node_options({**self._defaults, **options})
         self._world = find_world(options) if options.get("launcher") is None else None

@@ -67,7 +67,8 @@ class RayCollector(PairedCollector):
         given = Options.parse(type(self).__name__, options, "ray", self._without)
         self._configs, makers = _configs(given), create_env_fn
         listed = isinstance(makers, (list, tuple))
-        count = given.num_collectors or given.num_workers or (len(makers) if listed else "auto")
+        count: Any = given.num_collectors or given.num_workers
+        count = count or (len(makers) if listed else "auto")
         self._follows, self._next_look = count == "auto", monotonic() + _LOOK_EVERY
         cpus = sum(needs_of(one).get("CPU", 0) for one in self._configs) / len(self._configs)
         most = 1 if count == "auto" else count * given.num_workers_per_collector
@@ -159,7 +160,7 @@ class RayCollector(PairedCollector):
 
 
 def _configs(given: Options) -> list[dict[str, Any]]:
-    each = given.remote_configs or {}
+    each: Any = given.remote_configs or {}
     each = each if isinstance(each, (list, tuple)) else [each]
     spread = {"scheduling_strategy": "SPREAD"} if given.placement == "spread" else {}
     configs = [{"num_cpus": 1, **spread, **one} for one in each]
