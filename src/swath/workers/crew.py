@@ -232,11 +232,14 @@ class Crew:
 
     def _bury(self, number: int, late: float | None) -> None:
         link = self._links.pop(number)
-        unplaced = link.pid is None and late is not None
-        how = link.ended()
+        unplaced, how = late is not None and link.pid is None, link.ended()
+        if late is not None and number in self._silent and self.place.launch_limit is not None:
+            if not unplaced:
+                how = f"has made no envs within {late:g} s (launch_timeout) and was killed."
+            late = None
         link.kill()
         link.close()
-        self._ended[number] = Died(link.name, how, None if unplaced else late, unplaced)
+        self._ended[number] = Died(link.name, how, late, unplaced)
         self._reports.append((number, self._ended[number]))
 
     def _limit(self, number: int) -> float | None:

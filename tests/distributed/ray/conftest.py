@@ -1,7 +1,8 @@
-"""One lean cluster for all tests here, on this machine; skipped, and said so, without Ray."""
+"""One lean cluster for all tests here, on this machine; without Ray they are skipped."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 import time
@@ -10,8 +11,17 @@ from pathlib import Path
 import pytest
 from ray_kit import LEAN, command, descendants, end
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install swath[ray]")
-sys.path.insert(0, str(Path(__file__).parents[2] / "collectors"))  # for multi_kit, in actors too
+for _folder in ("collectors", "links"):  # their kits, in actors too
+    sys.path.insert(0, str(Path(__file__).parents[2] / _folder))
+
+if importlib.util.find_spec("ray") is None:
+
+    def pytest_collection_modifyitems(items):
+        """Skip what needs Ray, and say how to get it."""
+        skip = pytest.mark.skip(reason="Ray is not installed: pip install swath[ray]")
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from swath.cli import main
 from swath.collectors import Collector
 from swath.collectors.distributed import RayCollector
+from swath.data import load_dataset
 from swath.envs import SerialEnv
 from swath.errors import UsageError
 from swath.testing import CountingEnv, SlowEnv, check_transitions
@@ -171,6 +173,13 @@ def test_actors_get_the_resources_that_they_are_given(cluster):
         free = cluster.available_resources()
         assert free.get("rare", 0) == 0
         assert np.isclose(free["CPU"], 8 - 2.5)
+
+
+def test_the_command_line_collects_on_a_cluster(tmp_path, capsys):
+    command = ["collect", "CartPole-v1", "--backend", "ray", "--workers", "2", "--envs", "4"]
+    assert main([*command, "--frames", "2000", "--out", str(tmp_path / "data")]) == 0
+    assert "from 4 envs in 2 actors" in capsys.readouterr().out
+    assert len(load_dataset(tmp_path / "data")) == 2000
 
 
 def test_several_workers_for_each_collector():
