@@ -22,6 +22,7 @@ import ctypes
 import functools
 import itertools
 import os
+import pickle
 import queue
 import threading
 from collections import deque
@@ -227,7 +228,7 @@ class RayLink:
         expected = self._expected.popleft()
         if block is not None and expected is not None:
             expected.came(block)
-        return report
+        return pickle.loads(report)
 
     def waits(self) -> bool:
         """Tell whether a message waits."""
@@ -339,7 +340,8 @@ class RayPort:
     def send(self, message: Any, block: np.ndarray | None = None) -> None:
         """Let a report be taken, with a block, which must stay as it is until it was."""
         with self._state:
-            self._reports[next(self._turns)] = message, block
+            # As bytes: arrays inside would come out read-only, as Ray's do.
+            self._reports[next(self._turns)] = pickle.dumps(message), block
             self._state.notify_all()
 
     def waits(self) -> bool:

@@ -112,7 +112,7 @@ def test_priorities_bad_arguments_and_a_dead_actor(cluster):
     drawn = buffer.sample()
     buffer.update_priority(drawn["index"], torch.where(drawn["value"] == 3, 1000.0, 1e-6))
     assert (buffer.sample()["value"] == 3).float().mean() > 0.9
-    with pytest.raises(UsageError, match="lacks 'value'"):
+    with pytest.raises(UsageError, match="all must have the same keys"):
         buffer.extend(TensorDict({"other": torch.zeros(1)}, 1))
     with pytest.raises(UsageError, match="split_trajs need frames"):
         RayCollector(CountingEnv, replay_buffer=buffer, frames_per_batch=10, split_trajs=True)
