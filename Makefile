@@ -3,7 +3,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test check bench docs size clean
+.PHONY: run test check bench examples docs size clean
 
 run: $(VENV)/.run                       ## collect 200,000 frames of CartPole-v1 and say how it went
 	$(BIN)/swath collect CartPole-v1 --envs 8 --frames 200000
@@ -20,6 +20,9 @@ check: $(VENV)/.dev                     ## lint, format, types, layers, size
 
 bench: $(VENV)/.bench                   ## the comparison of the README; ARGS=--quick for a short one
 	$(BIN)/python -m bench $(ARGS)
+
+examples: $(VENV)/.examples             ## train all examples whole; docs/examples.md has the results
+	$(BIN)/python examples/run_all.py
 
 docs: $(VENV)/.docs                     ## the site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -411,3 +411,18 @@ def test_bench_runs_the_benchmarks_of_a_checkout(
     assert main(["bench", "--quick"]) == 3
     assert main(["bench"]) == 3
     assert capfd.readouterr().out == "['--quick']\n[]\n"
+
+
+def test_info_says_what_is_in_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "data")
+    assert main(["collect", "CartPole-v1", "--frames", "400", "--seed", "3", "--out", path]) == 0
+    collected = capsys.readouterr().out
+    assert main(["info", path]) == 0
+    told = capsys.readouterr().out
+    for words in ("400, 0.0 MB", "CartPole-v1", "float32 (4,)", "('next', 'reward')"):
+        assert words in told
+    for row in ("episodes", "return"):  # the same as the summary of the collection
+        (line,) = [line for line in collected.splitlines() if f" {row} " in line]
+        assert line.split("\u2502")[2].split()[-1 if row == "episodes" else 1] in told
+    assert main(["info", str(tmp_path / "none")]) == 2
+    assert "no swath dataset" in capsys.readouterr().err

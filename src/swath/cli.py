@@ -1,4 +1,4 @@
-"""The command line: `swath collect` and `swath bench`.
+"""The command line: `swath collect`, `swath info` and `swath bench`.
 
 What is heavy to import (torch, gymnasium) is imported by the command that needs it, so that
 `swath --help` answers at once. Ctrl-C while frames are collected ends the rollout there and then,
@@ -205,6 +205,39 @@ def _make_collector(
 
 
 @app.command()
+def info(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset, or a buffer's.")],
+) -> int:
+    """Say what is in a dataset: frames, keys, episodes.
+
+    It may be one of swath collect --out, or the directory of a ReplayBuffer.
+    """
+    from swath.data import describe
+
+    found = describe(directory)
+    table = Table(title=str(directory), show_header=False)
+    room = f" of {found['capacity']:,}" if found["capacity"] is not None else ""
+    table.add_row("frames", f"{found['frames']:,}{room}, {found['bytes'] / 1e6:,.1f} MB")
+    for name, value in found["about"].items():
+        table.add_row(name, str(value))
+    table.add_row(
+        "trajectories", f"{found['trajectories']:,}, of which {found['episodes']:,} ended"
+    )
+    _add_episodes(table, found)
+    for name, (dtype, shape) in found["keys"].items():
+        table.add_row(name, f"{dtype} {shape}")
+    _out.print(table, highlight=False)
+    return 0
+
+
+def _add_episodes(table: Table, stats: dict[str, Any]) -> None:
+    for name in ("return", "length"):
+        values = stats[name] or {}
+        parts = [f"{key.replace('_', ' ')} {value:,.1f}" for key, value in values.items()]
+        table.add_row(name, "  ".join(parts) or "no episode has ended")
+
+
+@app.command()
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A smoke test of half a minute.")] = False,
 ) -> int:
@@ -280,10 +313,7 @@ class _Run:
         table.add_row("frames", f"{stats['frames']:,} {wanted}")
         table.add_row("frames/s", f"{stats['frames'] / self._seconds:,.0f}")
         table.add_row("episodes", f"{stats['episodes']:,}")
-        for name in ("return", "length"):
-            values = stats[name] or {}
-            parts = [f"{key.replace('_', ' ')} {value:,.1f}" for key, value in values.items()]
-            table.add_row(name, "  ".join(parts) or "no episode has ended")
+        _add_episodes(table, stats)
         writing = self._writing / self._seconds  # the collector knows only of its own time
         shares = {name: share * (1 - writing) for name, share in stats["time"].items()}
         parts = [f"{name} {share:.0%}" for name, share in [*shares.items(), ("writing", writing)]]

@@ -12,6 +12,7 @@ import torch
 
 from swath.collectors import Collector
 from swath.envs import SerialEnv
+from swath.observe import Episodes
 
 
 class Fixed(gym.Env):
@@ -121,3 +122,23 @@ def test_a_lent_slab_is_no_garbage():
             gc.collect()
             del batch
         assert collector.stats()["slabs"] == 1
+
+
+def test_episodes_may_end_while_another_thread_asks_for_statistics():
+    episodes = Episodes(1)
+
+    class Meddling(float):
+        """Adds an episode while it is added up itself."""
+
+        def __radd__(self, other):
+            if asked:
+                episodes.record([(100.0, 1)])
+            return float(self) + other
+
+    asked: list[bool] = []
+    episodes.record([(Meddling(2.0), 1), (4.0, 3)])
+    asked.append(True)
+    stats = episodes.as_dict()
+    assert stats["episodes"] == 2
+    assert stats["return"] == {"mean": 3.0, "min": 2.0, "max": 4.0, "last_100": 3.0}
+    assert episodes.as_dict()["episodes"] > 2

@@ -15,7 +15,7 @@ from tensordict import MemoryMappedTensor, TensorDict
 
 import swath
 from swath.collectors import Collector
-from swath.data import DatasetWriter, load_dataset
+from swath.data import DatasetWriter, ReplayBuffer, describe, load_dataset
 from swath.envs import GymEnv, SerialEnv
 from swath.errors import ClosedError, UsageError
 from swath.testing import CountingEnv, check_transitions
@@ -262,3 +262,66 @@ def test_loading_what_is_no_dataset_says_so(tmp_path: Path) -> None:
         load_dataset(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"is no swath dataset: it has no swath\.json"):
         load_dataset(tmp_path)
+
+
+def counted(given: list[TensorDict]) -> dict[int, list[float]]:
+    """Return the rewards of each trajectory that ended, the slow way."""
+    rewards: dict[int, list[float]] = {}
+    ended = set()
+    for frame in flat(given):
+        one = int(frame["collector", "traj_ids"])
+        rewards.setdefault(one, []).append(float(frame["next", "reward"]))
+        if frame["next", "done"]:
+            ended.add(one)
+    return {one: rewards[one] for one in ended}
+
+
+@pytest.mark.parametrize("kind", ["dataset", "buffer"])
+def test_episodes_are_counted_the_same_in_datasets_and_buffers(tmp_path: Path, kind: str) -> None:
+    given = batches(SerialEnv(3, "CartPole-v1"), frames=600)
+    path = tmp_path / "data"
+    if kind == "dataset":
+        stored(path, given)
+    else:
+        with ReplayBuffer(1000, storage="memmap", directory=path) as buffer:
+            for batch in given:
+                buffer.extend(batch)
+    found, episodes = describe(path), counted(given)
+    assert found["frames"] == 600
+    assert found["capacity"] == (None if kind == "dataset" else 1000)
+    assert found["trajectories"] == len(flat(given)["collector", "traj_ids"].unique())
+    assert found["episodes"] == len(episodes) > 10
+    lengths = [len(rewards) for rewards in episodes.values()]
+    returns = [sum(rewards) for rewards in episodes.values()]
+    for name, values in (("length", lengths), ("return", returns)):
+        expected = (min(values), max(values), pytest.approx(sum(values) / len(values)))
+        assert tuple(found[name][which] for which in ("min", "max", "mean")) == expected
+    assert found["keys"]["('next', 'observation')"] == ("float32", (4,))
+    assert found["about"]["swath"] == swath.__version__
+    assert found["bytes"] == sum(value.nbytes for value in flat(given).values(True, True))
+
+
+def test_a_ring_that_has_come_round_is_described_by_what_it_holds(tmp_path: Path) -> None:
+    given = batches(SerialEnv(2, CountingEnv), frames=120)
+    with ReplayBuffer(50, storage="memmap", directory=tmp_path / "ring") as buffer:
+        for batch in given:
+            buffer.extend(batch)
+    found = describe(tmp_path / "ring")
+    newest = flat(given)[-50:]
+    assert (found["frames"], found["capacity"]) == (50, 50)
+    assert found["trajectories"] == len(newest["collector", "traj_ids"].unique())
+    assert found["episodes"] == int(newest["next", "done"].sum())
+
+
+def test_without_trajectories_frames_are_described_all_the_same(tmp_path: Path) -> None:
+    stored(tmp_path / "data", [small()])
+    found = describe(tmp_path / "data")
+    assert (found["frames"], found["trajectories"], found["return"]) == (3, 0, None)
+
+
+def test_a_buffer_does_not_take_the_place_of_a_dataset(tmp_path: Path) -> None:
+    stored(tmp_path / "data", [small()])
+    with ReplayBuffer(10, storage="memmap", directory=tmp_path / "data") as buffer:
+        with pytest.raises(UsageError, match="exists and is not empty"):
+            buffer.extend(small())
+    assert len(load_dataset(tmp_path / "data")) == 3

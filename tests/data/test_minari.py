@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import swath
 from swath.collectors import Collector
-from swath.data import MinariWriter, load_dataset
+from swath.data import DatasetWriter, MinariWriter, ReplayBuffer, load_dataset, read_minari
 from swath.data.minari import minari_id
 from swath.envs import SerialEnv
 from swath.errors import UsageError
@@ -96,6 +96,74 @@ def test_episodes_come_back_frame_by_frame(root: Path, name: str) -> None:
     assert dataset.observation_space == observation
     assert dataset.action_space == action
     assert dataset.storage.metadata["algorithm_name"] == "random"
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_what_is_read_back_is_what_was_collected(root: Path, name: str) -> None:
+    """Frame by frame and key by key, the version apart, which Minari has no place for."""
+    observation, action = SPACES[name]
+    given = batches(lambda: CountingEnv(action, observation))
+    exported(root, given, CountingEnv(action, observation))
+    data = torch.cat([batch.clone().reshape(-1) for batch in given])
+    ids = data["collector", "traj_ids"]
+    found = list(read_minari("countingenv/swath-v0"))
+    assert len(found) == len(ids.unique())
+    for number, (episode, trajectory) in enumerate(zip(found, ids.unique(), strict=True)):
+        rows = data[ids == trajectory].exclude(("collector", "policy_version"))
+        rows["collector", "traj_ids"][:] = number
+        for flag in ("truncated", "done"):  # where the collection stopped
+            rows["next", flag][-1] |= not rows["next", "done"][-1]
+        assert episode.names == ["time"]
+        assert set(episode.keys(True, True)) == set(rows.keys(True, True))
+        for key, value in rows.items(True, True):
+            assert episode[key].dtype == value.dtype, key
+            assert torch.equal(episode[key], value), key
+
+
+def test_minari_data_goes_into_buffers_and_datasets(tmp_path: Path, root: Path) -> None:
+    """Also data that others made, from where it lies."""
+    env = gym.make("CartPole-v1")
+    episodes = []
+    for seed in range(5):
+        seen, actions, flags = [env.reset(seed=seed)[0]], [], [(False, False)]
+        while not any(flags[-1]):
+            actions.append(env.action_space.sample())
+            observation, _, *ends, _ = env.step(actions[-1])
+            seen.append(observation)
+            flags.append(tuple(ends))
+        terminated, truncated = np.array(flags[1:]).T
+        episodes.append(
+            minari.data_collector.EpisodeBuffer(
+                observations=np.stack(seen),
+                actions=np.array(actions),
+                rewards=np.linspace(0, 1, len(actions)),
+                terminations=terminated,
+                truncations=truncated,
+                infos={},
+            )
+        )
+    with pytest.warns(UserWarning, match="is set to None"):
+        made = minari.create_dataset_from_buffers("cartpole/test-v0", episodes, env=env)
+    env.close()
+    del os.environ["MINARI_DATASETS_PATH"]
+    buffer = ReplayBuffer(1000, batch_size=8)
+    with DatasetWriter(tmp_path / "frames") as writer:
+        for episode in read_minari("cartpole/test-v0", root):
+            buffer.extend(episode)
+            writer.write(episode)
+    frames = load_dataset(tmp_path / "frames")
+    assert len(buffer) == len(frames) == made.total_steps
+    for key, expected in {
+        "observation": [episode.observations[:-1] for episode in episodes],
+        ("next", "observation"): [episode.observations[1:] for episode in episodes],
+        "action": [episode.actions for episode in episodes],
+        ("next", "reward"): [np.float32(episode.rewards)[:, None] for episode in episodes],
+        ("next", "terminated"): [episode.terminations[:, None] for episode in episodes],
+    }.items():
+        np.testing.assert_array_equal(frames[key].numpy(), np.concatenate(expected))
+    drawn = buffer.sample()
+    assert torch.equal(drawn["observation"], frames[drawn["index"]]["observation"])
+    assert frames["next", "done"].sum() == 5
 
 
 def test_a_dataset_knows_its_env(root: Path) -> None:

@@ -307,6 +307,31 @@ def test_learner_and_writer_hold_each_other_to_the_ratio(prefetch: int) -> None:
     assert min(one for one in seen[1:]) >= -max(slack, 40)
 
 
+def test_without_tolerance_only_one_side_may_go() -> None:
+    options = {"samples_per_insert": 1, "tolerance": 0, "min_size": 4, "timeout": 0.02}
+    with ReplayBuffer(100, batch_size=2, **options) as buffer:
+        for first in range(0, 40, 4):
+            for _ in range(2 if first > 4 else 0):
+                with pytest.raises(WorkerError, match="to write"):
+                    buffer.extend(numbered(0, 4))
+                buffer.sample()
+            with pytest.raises(WorkerError, match="frames to draw"):
+                buffer.sample()
+            buffer.extend(numbered(first, 4))
+
+
+def test_frames_are_written_into_an_emptied_buffer_whatever_the_ratio() -> None:
+    with ReplayBuffer(
+        100, batch_size=2, samples_per_insert=1, tolerance=0, min_size=4, timeout=0.02
+    ) as buffer:
+        buffer.extend(numbered(0, 10))
+        buffer.empty()
+        with pytest.raises(WorkerError, match="frames to draw"):
+            buffer.sample()
+        buffer.extend(numbered(10, 4))
+        assert buffer.sample()["index"].min() >= 10
+
+
 def test_a_wait_ends_with_the_timeout() -> None:
     buffer = ReplayBuffer(10, batch_size=2, min_size=5, timeout=0.05)
     buffer.extend(numbered(0, 4))
@@ -423,15 +448,3 @@ def test_a_device_on_request() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="pin_memory=True needs a GPU"):
             ReplayBuffer(10, pin_memory=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_frames_on_a_gpu_and_batches_by_pinned_memory() -> None:
-    for options in ({"storage": "cuda"}, {"pin_memory": True, "device": "cuda"}):
-        buffer = ReplayBuffer(20, batch_size=8, **options)
-        for first in range(0, 100, 12):
-            buffer.extend(numbered(first, 3, 4).to("cuda" if first % 24 else "cpu"))
-            batch = buffer.sample()
-            assert batch["observation"].is_cuda
-            check(batch.cpu())

@@ -12,7 +12,7 @@ from swath.collectors.distributed import DistributedCollector
 
 def collectors(**options):
     """Return what stands for the three classes of process collectors."""
-    make = functools.partial(DistributedCollector, launcher="mp", **options)
+    make = functools.partial(DistributedCollector, **{"launcher": "mp", **options})
 
     def alone(create_env_fn, policy=None, **more):
         return make([create_env_fn], policy, sync=False, **more)

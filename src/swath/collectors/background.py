@@ -24,12 +24,16 @@ class Background:
     Args:
         advance: Makes one batch; False when there are no more.
         on_end: Called by the thread at its end, with what was raised.
+        on_rest: Called by it before it rests.
     """
 
     def __init__(
-        self, advance: Callable[[], bool], on_end: Callable[[BaseException | None], None]
+        self,
+        advance: Callable[[], bool],
+        on_end: Callable[[BaseException | None], None],
+        on_rest: Callable[[], None],
     ) -> None:
-        self._advance, self._on_end = advance, on_end
+        self._advance, self._on_end, self._on_rest = advance, on_end, on_rest
         self._state = threading.Condition()
         self._wanted, self._resting, self._stopping = True, False, False
         self.failure: BaseException | None = None
@@ -55,13 +59,17 @@ class Background:
 
     def _may_go_on(self) -> bool:
         """Rest while that is wanted; False when it is time to end."""
-        with self._state:
-            while not self._wanted and not self._stopping:
-                self._resting = True
-                self._state.notify_all()
-                self._state.wait()
-            self._resting = False
-            return not self._stopping
+        while True:
+            with self._state:
+                if self._wanted or self._stopping:
+                    self._resting = False
+                    return not self._stopping
+            self._on_rest()
+            with self._state:
+                while not self._wanted and not self._stopping:
+                    self._resting = True
+                    self._state.notify_all()
+                    self._state.wait()
 
     @property
     def runs(self) -> bool:

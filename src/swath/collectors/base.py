@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import io
 import math
 import pickle
@@ -21,12 +22,14 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.collectors.background import Background, Pause
 from swath.collectors.options import Options
-from swath.delivery.split import split_trajectories
-from swath.delivery.trajectories import TrajectoryAssembler
 from swath.errors import ClosedError, UsageError
 from swath.observe.progress import Bar
+from swath.workers.store import Finish
 
-__all__ = ["BaseCollector"]
+__all__ = ["STORED", "BaseCollector"]
+
+STORED: Any = object()
+"""Stands for a rollout that a worker has written to the replay buffer itself."""
 
 
 class BaseCollector(abc.ABC):
@@ -35,28 +38,27 @@ class BaseCollector(abc.ABC):
     Subclasses say where rollouts come from.
     """
 
-    _delivers = True
-    """Batches come to this process; if not, workers write them into the replay buffer."""
-
     def __init__(self, options: Options) -> None:
         self.options = options
         self._frames = self._batches = 0
         self._closed = False
         self._started = 0.0
         self._seconds = 0.0
-        self._assembler = (
-            TrajectoryAssembler(options.trajs_per_batch, options.traj_format)
-            if options.trajs_per_batch is not None
-            else None
+        self._finishing = Finish(
+            options.trajs_per_batch, options.traj_format, options.split_trajs, options.postproc
         )
+        self._assembler = self._finishing.assembler()
         self._bar = Bar(options.total_frames) if options.progress else None
         self._background: Background | None = None
 
     # -- what subclasses provide ----------------------------------------------------------------
 
     @abc.abstractmethod
-    def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
-        """Return the next rollout and its number of frames; None if no env can go on."""
+    def _collect(self, frames_left: float) -> tuple[Any, int] | None:
+        """Return the next rollout and its number of frames; None if no env can go on.
+
+        It is `STORED` if a worker has written it to the replay buffer.
+        """
 
     @abc.abstractmethod
     def _shutdown(self, timeout: float) -> None:
@@ -97,17 +99,15 @@ class BaseCollector(abc.ABC):
         if batch is None:
             return None
         options = self.options
-        if options.split_trajs:
-            batch = split_trajectories(batch)
-        if options.postproc is not None:
-            batch = options.postproc(batch)
-        if options.post_collect_hook is not None:
-            options.post_collect_hook(batch)
-        self._batches += 1
-        if options.replay_buffer is not None:
-            if self._delivers:
+        if batch is not STORED:
+            batch = self._finishing(batch)
+            if options.post_collect_hook is not None:
+                options.post_collect_hook(batch)
+            if options.replay_buffer is not None:
                 options.replay_buffer.extend(batch)
+        if options.replay_buffer is not None:
             batch = None
+        self._batches += 1
         self._seconds += perf_counter() - started
         if self._bar is not None:
             self._bar.update(self.stats(), done=self._frames_left() <= 0)
@@ -120,7 +120,7 @@ class BaseCollector(abc.ABC):
         )
         return 0 < interval and self._batches > 0 and self._batches % interval == 0
 
-    def _rollout(self) -> TensorDict | None:
+    def _rollout(self) -> Any:
         left = self._frames_left()
         if left <= 0:
             return None
@@ -132,15 +132,21 @@ class BaseCollector(abc.ABC):
         self._frames += answer[1]
         return answer[0]
 
-    def _whole_trajectories(self) -> TensorDictBase | None:
+    def _whole_trajectories(self) -> Any:
         assert self._assembler is not None
         while (batch := self._assembler.pop()) is None:
             rollout = self._rollout()
             if rollout is None:
+                self._fetch_held()
                 self._report_left_over()
                 return None
+            if rollout is STORED:
+                return STORED
             self._assembler.push(rollout)
         return batch
+
+    def _fetch_held(self) -> None:  # noqa: B027 - only workers that store have some
+        """Take over the trajectories that workers have not written yet."""
 
     def _report_left_over(self) -> None:
         assert self._assembler is not None
@@ -185,8 +191,10 @@ class BaseCollector(abc.ABC):
             raise UsageError("start() collects into a replay buffer; pass replay_buffer=.")
         if self.is_running():
             raise UsageError("this collector was started already.")
-        self._part_from_learner()
-        self._background = Background(lambda: self._advance() is not None, self._tell_buffer)
+        self._get_ready()
+        self._background = Background(
+            lambda: self._advance() is not None, self._tell_buffer, self._rest
+        )
         if hasattr(buffer, "watch"):  # so that who waits there hears of our end
             buffer.watch = self._watch
         self._background.begin()
@@ -198,12 +206,16 @@ class BaseCollector(abc.ABC):
     def _tell_buffer(self, failure: BaseException | None) -> None:
         buffer = self.options.replay_buffer
         if hasattr(buffer, "watch"):
-            buffer.watch = None
+            buffer.watch, buffer.fed = None, False
         if failure is not None and hasattr(buffer, "fail"):
             buffer.fail(failure)
 
-    def _part_from_learner(self) -> None:  # noqa: B027 - workers have their own anyway
-        """Let the policy be one that the learner does not write to."""
+    @abc.abstractmethod
+    def _get_ready(self) -> None:
+        """Prepare for collecting in the background."""
+
+    def _rest(self) -> None:  # noqa: B027 - nothing goes on beside the thread, mostly
+        """Prepare for a pause, in the background's thread."""
 
     def is_running(self) -> bool:
         """Tell whether frames are collected in the background, or would be but for a pause."""
@@ -215,11 +227,15 @@ class BaseCollector(abc.ABC):
     def pause(self) -> Pause:
         """Rest after the batch that is being made; go on at the end of a `with`, or by `resume()`.
 
+        That batch is written even if `samples_per_insert` would hold it back.
+
         Nothing, if nothing is collected in the background.
         """
         if self._background is None or not self.is_running() or self._in_background():
             return Pause(None, False)
-        return self._background.pause()
+        buffer = self.options.replay_buffer
+        with buffer.unpaced() if hasattr(buffer, "unpaced") else contextlib.nullcontext():
+            return self._background.pause()
 
     def resume(self) -> None:
         """End a pause."""
@@ -257,6 +273,7 @@ class BaseCollector(abc.ABC):
         broken = self._broken()
         if self._assembler is None:
             return broken
+        self._fetch_held()
         if broken is not None:
             self._assembler.push(broken)
         return self._assembler.drain()
@@ -299,9 +316,28 @@ class BaseCollector(abc.ABC):
 
     # -- state ----------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def stats(self) -> dict[str, Any]:
+        """Return counts, speed, where the time goes, episode statistics and what was lost.
+
+        With a replay buffer, `"replay"` has what that tells, and `"writer"`: who writes to it in
+        the background, and why it is not the workers.
+        """
+        buffer = self.options.replay_buffer
+        told = buffer.stats() if hasattr(buffer, "stats") else {}
+        return {**self._stats(), **({"replay": {**told, "writer": self._writer}} if told else {})}
+
+    _writer = "this process"
+
+    @abc.abstractmethod
+    def _stats(self) -> dict[str, Any]:
         """Return counts, speed and episode statistics."""
+
+    def _note_version(self, version: int) -> int:
+        """Let the replay buffer know of a version that was published, and return it."""
+        buffer = self.options.replay_buffer
+        if hasattr(buffer, "note_version"):
+            buffer.note_version(version)
+        return version
 
     @abc.abstractmethod
     def _source_state(self) -> Any:
@@ -329,7 +365,7 @@ class BaseCollector(abc.ABC):
         module = self._module()
         inner = {
             "source": self._source_state(),
-            "assembler": None if self._assembler is None else self._assembler.state_dict(),
+            "assembler": None if self._assembler is None else self._assembler_state(),
         }
         blob = io.BytesIO()
         pickle.dump(inner, blob, protocol=pickle.HIGHEST_PROTOCOL)
@@ -342,6 +378,10 @@ class BaseCollector(abc.ABC):
         if module is not None:
             state["policy"] = {k: v.detach().clone() for k, v in module.state_dict().items()}
         return state
+
+    def _assembler_state(self) -> dict[str, Any]:
+        assert self._assembler is not None
+        return self._assembler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, bit for bit where the envs could be pickled."""

@@ -18,7 +18,7 @@ import abc
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from swath.collectors.base import BaseCollector
 from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
 from swath.collectors.options import Options, Scope
 from swath.collectors.single import plan_of
-from swath.links import pack
+from swath.collectors.storing import Storing
 from swath.observe import Episodes, Shares
 from swath.rollout import Plan
 from swath.workers.crew import Crew
@@ -66,15 +66,13 @@ class CrewedCollector(BaseCollector):
         sources = sources_of(create_env_fn, parsed.num_workers)
         sources = [one for one in sources for _ in range(parsed.num_workers_per_collector)]
         jobs = jobs_of(sources, policy, parsed, self._refreshes)
-        if not self._delivers:
-            sink = pack(parsed.replay_buffer, "replay_buffer")
-            jobs = [replace(job, sink=sink) for job in jobs]
         super().__init__(parsed)
         self._numbers, self._starting = list(range(len(jobs))), set[int]()
         self._first_workers = len(jobs)
-        self._supervisor = Supervisor(parsed.on_worker_failure == "restart", parsed.max_restarts)
+        restarts = parsed.on_worker_failure == "restart"
+        self._supervisor = Supervisor(restarts, parsed.max_restarts, self._name)
         self._incarnations = itertools.count(len(jobs))
-        self._held: deque[tuple[TensorDict, int]] = deque()
+        self._held: deque[tuple[Any, int]] = deque()
         self._broken_rollouts: deque[tuple[TensorDict, int]] = deque()
         self._open_ids: dict[int, Sequence[int]] = {}
         self._envs: dict[int, int] = {}
@@ -86,6 +84,7 @@ class CrewedCollector(BaseCollector):
         self._first_collect: float | None = None
         self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
         self._slabs = self._crew.place.slabs(self._crew)
+        self._storing = Storing(parsed, self._finishing, self._crew, self._supervisor)
         self._ender = weakref.finalize(self, self._crew.close, 0.0)
         try:
             self._start()
@@ -104,12 +103,13 @@ class CrewedCollector(BaseCollector):
     def _start(self) -> None:
         numbers = self._numbers
         self._crew.launch(numbers)
-        built = self._checked(self._crew.answers(numbers))
+        built = self._supervisor.checked(self._crew.answers(numbers))
         for number in numbers:
             self._envs[number] = built[number].num_envs
             self._firsts[number] = self._streams(number)
         self._plans = self._plan()
-        ready = self._checked(self._crew.call({n: Begin(self._plans[n]) for n in numbers}))
+        plans = {number: Begin(self._plans[number]) for number in numbers}
+        ready = self._supervisor.checked(self._crew.call(plans))
         self._forms: Ready = ready[0]
         for number in numbers:
             check_equal(self._forms, ready[number], number)
@@ -147,17 +147,10 @@ class CrewedCollector(BaseCollector):
     def _steps(self) -> list[int]:
         """Return how many steps a rollout of each worker has."""
 
-    def _checked(self, answers: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return answers that are no failures; raise the first that is one."""
-        for number, answer in answers.items():
-            if isinstance(answer, (Failed, Died)):
-                raise self._error(number, answer)
-        return answers
-
-    def _error(self, worker: int, event: Failed | Died) -> BaseException:
+    def _name(self, worker: int) -> str | None:
+        """Return in words where a worker runs, if that is not here."""
         link = self._crew.links.get(worker)
-        who = None if link is None or link.shares_memory else link.name
-        return self._supervisor.error(worker, event, who)
+        return None if link is None or link.shares_memory else link.name
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -172,6 +165,7 @@ class CrewedCollector(BaseCollector):
         self._open_ids[worker] = rolled.open_ids
         self._rows[worker].frames += rolled.frames
         self._rows[worker].version = rolled.version
+        self._storing.hear(worker, rolled)
 
     def _listen(self) -> None:
         """Take the next report of any worker."""
@@ -186,6 +180,7 @@ class CrewedCollector(BaseCollector):
             check_equal(self._forms, report, worker)
             self._starting.discard(worker)
             self._block.begin(worker)
+            self._storing.forget(worker)
             self._joined(worker)
         else:
             self._mend(worker, report)
@@ -209,8 +204,9 @@ class CrewedCollector(BaseCollector):
     def _recovered(self, worker: int, event: Failed | Died) -> None:
         """Restart a worker that failed, or raise what happened."""
         patient = isinstance(event, Died) and event.unplaced and not self._needs(worker)
-        if not patient and not self._supervisor.forgives():
-            raise self._error(worker, event)
+        storing = isinstance(event, Failed) and event.storing  # it is not the worker that failed
+        if storing or not (patient or self._supervisor.forgives()):
+            raise self._supervisor.error(worker, event)
         self._lose(worker)
         self._supervisor.lost_rollouts += worker not in self._starting
         self._rows[worker].restarts += not patient
@@ -243,7 +239,7 @@ class CrewedCollector(BaseCollector):
         """Return the workers that can be ordered."""
         return [number for number in self._numbers if number not in self._starting]
 
-    def _rest(self, everyone: bool = False) -> None:
+    def _calm(self, everyone: bool = False) -> None:
         """Wait until all rest: those that are being started, too, if they have found a place."""
         self._settle()
         while any(everyone or self._has_place(number) for number in self._starting):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from swath.collectors.base import STORED
 from swath.collectors.crewed import CrewedCollector, Row
 from swath.collectors.single import checked_seed
 from swath.errors import UsageError
@@ -45,7 +46,46 @@ class MultiCollector(CrewedCollector):
 
     # -- rollouts -------------------------------------------------------------------------------
 
-    def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _get_ready(self) -> None:
+        """Let the workers write to the replay buffer themselves, if they can."""
+        if self._storing.on:
+            return
+        reason = self._storing.why_not(begun=self._frames > 0)
+        self._writer = "workers" if reason is None else f"this process: {reason}"
+        if reason is None:
+            self._settle()  # what comes of that is for this process to write
+            self._storing.share(*self._up())
+            self._storing.on = True
+
+    def _rest(self) -> None:
+        if self._storing.on:
+            self._settle()  # or workers that are ahead would write on
+            stored = [frames for batch, frames in self._held if batch is STORED]
+            self._held = deque(one for one in self._held if one[0] is not STORED)
+            self._frames, self._batches = self._frames + sum(stored), self._batches + len(stored)
+
+    def _fetch_held(self) -> None:
+        assert self._assembler is not None
+        for frames in self._storing.held(clear=True):
+            self._assembler.push(frames)
+
+    def _assembler_state(self) -> dict[str, Any]:
+        whole = self._finishing.assembler()
+        assert whole is not None
+        whole.load_state_dict(super()._assembler_state())
+        for frames in self._storing.held(clear=False):
+            whole.push(frames)
+        return whole.state_dict()
+
+    def _rollout(self) -> Any:
+        if self._storing.on and not self._in_background():
+            raise UsageError(
+                "the workers of this collector write to the replay buffer by themselves since "
+                "start(); draw from it."
+            )
+        return super()._rollout()
+
+    def _collect(self, frames_left: float) -> tuple[Any, int] | None:
         if self._first_collect is None:
             self._first_collect = perf_counter()
         with self._crew.shield:  # Ctrl-C finds the batch held, or still in the making
@@ -54,13 +94,11 @@ class MultiCollector(CrewedCollector):
                 answer = self._gather(frames_left)
                 if answer is None:
                     return None
-                if not self._delivers:  # what was collected is in the replay buffer
-                    answer = TensorDict({}, [0]), answer[1]
                 self._held.append(answer)
         return self._held.popleft()
 
     @abc.abstractmethod
-    def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _gather(self, frames_left: float) -> tuple[Any, int] | None:
         """Return the next rollout; None if there is nothing more to collect."""
 
     def _broken(self) -> TensorDict | None:
@@ -109,6 +147,7 @@ class MultiCollector(CrewedCollector):
         block, later = self._block, self._publishes_later()
         block.publish({} if source is None else source, self._version + 1, numbers, later)
         self._version += 1
+        self._note_version(self._version)
         if wait:
             with self.pause():
                 self._acknowledge(numbers, later)
@@ -143,7 +182,7 @@ class MultiCollector(CrewedCollector):
         return seed
 
     def _seed_all(self, message: SetSeed) -> None:
-        self._rest()
+        self._calm()
         self._held.clear()
         self._seed = message.seed
         self._tell_all(message)
@@ -152,17 +191,16 @@ class MultiCollector(CrewedCollector):
         """Start new episodes with the next rollouts; open ones are cut where they stand."""
         self._check_open()
         with self.pause():
-            self._rest()
+            self._calm()
             self._tell_all(Reset())
 
     def _tell_all(self, message: SetSeed | Reset) -> None:
         """Let all workers cut their episodes off, in one way or the other."""
-        self._checked(self._crew.call(dict.fromkeys(self._up(), message)))
+        self._supervisor.checked(self._crew.call(dict.fromkeys(self._up(), message)))
         if self._assembler is not None:
             self._assembler.discard_open()
 
-    def stats(self) -> dict[str, Any]:
-        """Return counts, speed, where the time goes, episode statistics and what was lost."""
+    def _stats(self) -> dict[str, Any]:
         return {
             "frames": self._frames,
             "batches": self._batches,
@@ -204,8 +242,10 @@ class MultiCollector(CrewedCollector):
         self._check_open()
         message = Call(pack(function, "function"))
         with self.pause():
-            self._rest(everyone=True)
-            answers = self._checked(self._crew.call(dict.fromkeys(self._numbers, message)))
+            self._calm(everyone=True)
+            answers = self._supervisor.checked(
+                self._crew.call(dict.fromkeys(self._numbers, message))
+            )
         return [unpack(answers[number].value) for number in self._numbers]
 
     def get_distant_attr(self, path: str) -> list[Any]:
@@ -213,8 +253,10 @@ class MultiCollector(CrewedCollector):
         return self.map_fn(operator.attrgetter(path))
 
     def _source_state(self) -> Any:
-        self._rest(everyone=True)
-        states = self._checked(self._crew.call(dict.fromkeys(self._numbers, TakeState())))
+        self._calm(everyone=True)
+        states = self._supervisor.checked(
+            self._crew.call(dict.fromkeys(self._numbers, TakeState()))
+        )
         return {
             "workers": [states[number].state for number in self._numbers],
             "held": [(batch.clone(), frames) for batch, frames in self._held],
@@ -231,9 +273,9 @@ class MultiCollector(CrewedCollector):
                 f"this state is of {len(state['workers'])} workers; this collector has "
                 f"{self.num_workers}."
             )
-        self._rest(everyone=True)
+        self._calm(everyone=True)
         inner = dict(zip(self._numbers, state["workers"], strict=True))
-        self._checked(self._crew.call({n: PutState(one) for n, one in inner.items()}))
+        self._supervisor.checked(self._crew.call({n: PutState(one) for n, one in inner.items()}))
         self._held = deque(state["held"])
         self._incarnations = itertools.count(state["incarnation"])
         self._episodes.load_state_dict(state["episodes"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from swath.collectors.base import STORED
 from swath.collectors.jobs import each_of
 from swath.collectors.multi import MultiCollector
 from swath.collectors.options import Options
@@ -33,6 +34,8 @@ class _Order:
     steps: int
     version: int
     """The newest at that time."""
+    stored: bool
+    """The worker writes it to the replay buffer."""
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -62,7 +65,7 @@ class MultiAsyncCollector(MultiCollector):
 
     def _start(self) -> None:
         self._ordered: dict[int, deque[_Order]] = {n: deque() for n in self._numbers}
-        self._ready: list[tuple[_Order, TensorDict, int]] = []
+        self._ready: list[tuple[_Order, Any, int]] = []
         self._owed: dict[int, list[int]] = {}
         self._order_numbers = itertools.count()
         self._frozen: set[int] = set()
@@ -86,7 +89,7 @@ class MultiAsyncCollector(MultiCollector):
 
     # -- a batch --------------------------------------------------------------------------------
 
-    def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _gather(self, frames_left: float) -> tuple[Any, int] | None:
         self._order(frames_left, 1)
         while (place := self._next()) is None:
             if not any(self._ordered.values()) and not self._starting:
@@ -147,7 +150,8 @@ class MultiAsyncCollector(MultiCollector):
             left -= steps * envs
 
     def _send(self, worker: int, slab: Slab, steps: int) -> None:
-        order = _Order(next(self._order_numbers), worker, slab, steps, self._version)
+        number = next(self._order_numbers)
+        order = _Order(number, worker, slab, steps, self._version, self._storing.on)
         self._ordered[worker].append(order)
         self._slabs.order(worker, slab, (0, self._envs[worker]), steps)
 
@@ -155,11 +159,13 @@ class MultiAsyncCollector(MultiCollector):
         order = self._ordered[worker].popleft()
         if rolled.all_frozen:
             self._frozen.add(worker)
-        if rolled.frames:
+        batch: Any = STORED
+        if rolled.frames and not order.stored:
             batch = self._lent(worker, Filled(order.slab, rolled.steps, rolled.frames))
-            self._ready.append((order, batch, rolled.frames))
         else:
             self._pools[worker].give_back(order.slab)
+        if rolled.frames:
+            self._ready.append((order, batch, rolled.frames))
 
     def _joined(self, worker: int) -> None:
         self._ordered[worker] = deque()

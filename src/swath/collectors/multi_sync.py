@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from swath.collectors.base import STORED
 from swath.collectors.jobs import each_of
 from swath.collectors.multi import MultiCollector
 from swath.collectors.options import Options
@@ -33,7 +35,15 @@ class _Round:
     """The rows that each worker has filled."""
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
-    failed: bool = False
+    stored: bool = False
+    """Workers write it to the replay buffer."""
+    frames: int = 0
+    broken: set[int] = field(default_factory=set)
+    """Those whose part failed."""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.broken)
 
 
 class MultiSyncCollector(MultiCollector):
@@ -112,7 +122,7 @@ class MultiSyncCollector(MultiCollector):
 
     # -- a batch --------------------------------------------------------------------------------
 
-    def _gather(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _gather(self, frames_left: float) -> tuple[Any, int] | None:
         if self._round is not None and self._round.failed:
             self._finish()  # nobody asked for what was left of it
             self._round = None
@@ -120,14 +130,14 @@ class MultiSyncCollector(MultiCollector):
             self._begin(frames_left)
         return self._delivered(frames_left)
 
-    def _delivered(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _delivered(self, frames_left: float) -> tuple[Any, int] | None:
         self._finish()
         done, self._round = self._round, None
         assert done is not None
         if not any(done.rows.values()) and len(done.frozen) == len(self._members):
             self._pool.give_back(done.slab)
             return None
-        batch, frames = self._batch(done)
+        batch, frames = self._outcome(done)
         if self.options.collect_ahead and frames_left - frames > 0:
             self._begin(frames_left - frames)
         return batch, frames
@@ -145,7 +155,7 @@ class MultiSyncCollector(MultiCollector):
         slab = self._pool.take()
         if self._supervisor.restart and not self._slabs.can_share(slab):
             slab = self._pool.make()  # one that a restarted worker can be given
-        self._round = _Round(slab, steps, set(self._members))
+        self._round = _Round(slab, steps, set(self._members), stored=self._storing.on)
         for worker, count in steps.items():
             if worker not in self._starting:
                 self._crew.interrupt(worker, False)
@@ -162,6 +172,7 @@ class MultiSyncCollector(MultiCollector):
         current = self._round
         assert current is not None
         current.rows[worker] = rolled.steps
+        current.frames += rolled.frames
         if rolled.all_frozen:
             current.frozen.add(worker)
         current.waiting.discard(worker)
@@ -201,7 +212,7 @@ class MultiSyncCollector(MultiCollector):
 
     def _give_up(self, current: _Round, worker: int, event: Failed | Died) -> None:
         """Note what is whole of a round that fails, and stop the others."""
-        current.failed = True
+        current.broken.add(worker)
         if isinstance(event, Failed) and event.slab is not None:
             current.rows[worker] = event.steps
             if event.mask is not None:
@@ -209,6 +220,16 @@ class MultiSyncCollector(MultiCollector):
         current.waiting.discard(worker)
         for other in current.waiting:
             self._crew.interrupt(other)
+
+    def _outcome(self, done: _Round) -> tuple[Any, int]:
+        """Return a round as a batch, and its frames; only what is not in the replay buffer."""
+        if done.stored and not done.failed:
+            self._pool.give_back(done.slab)
+            return STORED, done.frames
+        if done.stored:
+            self._frames += done.frames
+            done.rows = {worker: done.rows.get(worker, 0) for worker in done.broken}
+        return self._batch(done)
 
     def _batch(self, done: _Round) -> tuple[TensorDict, int]:
         """Return a round as a batch, and its frames."""
@@ -268,7 +289,7 @@ class MultiSyncCollector(MultiCollector):
             self._finish()
             done, self._round = self._round, None
             if any(done.rows.values()):
-                (self._broken_rollouts if done.failed else self._held).append(self._batch(done))
+                (self._broken_rollouts if done.failed else self._held).append(self._outcome(done))
 
     def _broken(self) -> TensorDict | None:
         if self._round is not None and self._round.failed:

@@ -158,10 +158,13 @@ class Options:
     backend: str = _for_cluster("gloo")
     """What slabs and weights travel over: "gloo", "nccl", "mpi" or "rpc"."""
     launcher: str | None = _for_cluster(None)
-    """"mp": processes of this machine; "submitit": jobs. By default ranks of the world that this
-    process was started in by `torchrun` or `mpirun`, if there is one, else "mp"."""
+    """"mp": processes of this machine; "submitit": jobs; "submitit_delayed": see
+    `submitit_delayed_launcher`; "wait": those who run `python -m swath.workers.join`. By default
+    ranks of the world that this process was started in by `torchrun` or `mpirun`, if there is one,
+    else "mp"."""
     slurm_kwargs: Mapping[str, Any] | None = _for_cluster(None)
-    """Parameters of submitit's executor: partition, time and so on; `folder` is for its logs."""
+    """Parameters of submitit: `slurm_partition`, `timeout_min` (a day) and so on; its files go to
+    `folder`, which all nodes see; `cluster="local"` for processes instead of Slurm."""
     host: str | None = _for_cluster(None)
     """The address of this machine that workers dial; loopback, or the node's in a Slurm job."""
     tcp_port: int = _for_cluster(0)
@@ -169,7 +172,8 @@ class Options:
     link_timeout: float = _for_cluster(60.0)
     """Seconds after which a host that does not answer, or a transfer that stands, is given up."""
     secret: str | None = _for_cluster(None)
-    """What workers must know to be let in; one that nobody can guess by default."""
+    """What workers must know to be let in; by default the environment variable SWATH_SECRET, or
+    one that nobody can guess."""
     visible_devices: Sequence[Any] | None = _for_cluster(None)
     """CUDA devices of each worker, with backend="rpc"."""
     tensorpipe_options: Mapping[str, Any] | None = _for_cluster(None)

@@ -75,7 +75,7 @@ class Collector(BaseCollector):
         filled = self._runner.collect(int(steps), refresh=refresh, stop=stop)
         return self._runner.lend(filled), filled.frames
 
-    def _part_from_learner(self) -> None:
+    def _get_ready(self) -> None:
         # No forward pass may see half of an update, so the thread's policy is its own.
         if self._own_policy is None and self._module() is not None:
             policy = unpack(pack(self._policy, "policy"))
@@ -139,20 +139,19 @@ class Collector(BaseCollector):
             fitting = WeightSpec.of(self._own_policy).fit(source)
             weights = {name: value.detach().clone() for name, value in fitting.items()}
             self._published = self.policy_version + 1, weights
-            return self.policy_version
+            return self._note_version(self.policy_version)
         if policy_or_weights is not None and policy_or_weights is not self._policy:
             module = self._module()
             if module is None:
                 raise UsageError("this collector's policy has no weights to update.")
             copy_weights(policy_or_weights, module)
         self._runner.version += 1
-        return self._runner.version
+        return self._note_version(self._runner.version)
 
     def _module(self) -> torch.nn.Module | None:
         return policy_module(self._policy)
 
-    def stats(self) -> dict[str, Any]:
-        """Return counts, speed, where the time goes, and episode statistics."""
+    def _stats(self) -> dict[str, Any]:
         runner = self._runner
         seconds = max(self._seconds, runner.shares.wall)
         return {

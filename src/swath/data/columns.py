@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 
+from swath.data.frames import flat
 from swath.memory import numpy_dtype
 from swath.tree import Key
 
@@ -34,11 +36,9 @@ class Column:
         self, spans: list[Span], value: torch.Tensor, mask: np.ndarray | None, skip: int
     ) -> None:
         """Copy the frames of `[*lead, *shape]` into rows, those of the mask, from `skip` on."""
-        flat = value.flatten(0, value.ndim - len(self.shape) - 1)
-        if mask is not None:
-            flat = flat[torch.from_numpy(mask.reshape(-1)).to(flat.device)]
+        rows = flat(value, value.shape[: value.ndim - len(self.shape)], mask)
         for start, stop, at in spans:
-            self.tensor[start:stop] = flat[skip + at : skip + at + stop - start].detach()
+            self.tensor[start:stop] = rows[skip + at : skip + at + stop - start]
 
     def take(self, rows: np.ndarray) -> torch.Tensor:
         """Return a copy of these rows, `[*rows.shape, *shape]`."""
@@ -54,15 +54,13 @@ class HostColumn(Column):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
-        self._size = math.prod(self.shape)
-        nbytes = self._size * self.dtype.itemsize
+        size, nbytes = math.prod(self.shape), math.prod(self.shape) * self.dtype.itemsize
         # numpy has not all of torch's types, and needs none of them to copy bytes.
-        known = self.dtype in _NUMPY_KNOWS
-        self._bits = self.dtype if known else _BITS[self.dtype.itemsize]
-        self._numpy = numpy_dtype(self._bits)
-        self._item = self._numpy if self._size == 1 else np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
+        self._bits = self.dtype if self.dtype in _NUMPY_KNOWS else _BITS[self.dtype.itemsize]
+        self.form = np.dtype((numpy_dtype(self._bits), tuple(self.shape)))
+        self._item = np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
+        self._only: Any = (..., *[0] * len(self.shape)) if size == 1 else None
         self._items = self._as_items(tensor)
-        self._tail = tuple(self.shape)
         self.small = nbytes < WORTH_THREADS
 
     def put(
@@ -73,21 +71,19 @@ class HostColumn(Column):
             start, stop, _ = spans[0]
             self._items[start:stop].reshape(items.shape)[...] = items
             return
-        flat = (items.reshape(-1) if mask is None else items[mask])[skip:]
+        rows = (items.reshape(-1) if mask is None else items[mask])[skip:]
         for start, stop, at in spans:
-            self._items[start:stop] = flat[at : at + stop - start]
+            self._items[start:stop] = rows[at : at + stop - start]
 
     def _as_items(self, value: torch.Tensor) -> np.ndarray:
         """Return `[*lead, *shape]` as an array `[*lead]`; a view, if a frame is in one piece."""
         if value.requires_grad or value.is_cuda:
             value = value.detach().cpu()
         array = (value if self._bits is self.dtype else value.view(self._bits)).numpy()
-        if not self.shape:
-            return array
-        lead = array.shape[: -len(self.shape)]
-        if self._size == 1:
-            return array.reshape(lead)
-        array = array.reshape(*lead, self._size)
+        if self._only is not None:
+            return array[self._only]
+        if len(self.shape) > 1:
+            array = array.reshape(*array.shape[: -len(self.shape)], -1)
         if array.strides[-1] != array.itemsize:
             array = np.ascontiguousarray(array)
         return array.view(self._item)[..., 0]
@@ -96,42 +92,51 @@ class HostColumn(Column):
         if not self.small:
             picked = self.tensor.index_select(0, torch.from_numpy(rows.reshape(-1)))
             return picked if rows.ndim == 1 else picked.view(*rows.shape, *self.shape)
-        return self._as_tensor(self._items[rows], rows.shape + self._tail)
+        values = self._items[rows].reshape(-1).view(self.form.base)
+        return self.as_tensor(values.reshape(rows.shape + self.form.shape))
 
-    def _as_tensor(self, items: np.ndarray, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = torch.from_numpy(items.view(self._numpy).reshape(shape))
+    def as_tensor(self, values: np.ndarray) -> torch.Tensor:
+        """Return values of this key, in the form that numpy has for them, as a tensor."""
+        tensor = torch.from_numpy(values)
         return tensor if self._bits is self.dtype else tensor.view(self.dtype)
-
-    def part(self, records: np.ndarray, start: int, count: int) -> np.ndarray:
-        """Return `count` such keys of records, `[rows, bytes]`, as items `[count, rows]`."""
-        stop = start + count * self._item.itemsize
-        return records[:, start:stop].view(self._item).T.copy()
 
 
 class Record:
     """Columns whose values for a frame stand together: one access to memory for all of them.
 
     Args:
-        columns: Those of one shape and dtype follow one another.
+        columns: Those of one shape and dtype follow one another, and are picked together.
         block: All their bytes, `[capacity, bytes]`.
     """
 
     def __init__(self, columns: Mapping[Key, HostColumn], block: np.ndarray) -> None:
         self._items = block.view(f"V{block.shape[1]}")[:, 0]
-        self._kinds: list[tuple[HostColumn, int, list[Key]]] = []
+        self._kinds: list[tuple[HostColumn, str, list[Key]]] = []
+        forms, places = [], []
         for _, kind in groupby(columns.items(), lambda pair: (pair[1].dtype, pair[1].shape)):
             members = dict(kind)
             first = next(iter(members.values()))
-            start = first.tensor.data_ptr() - block.ctypes.data
-            self._kinds.append((first, start, list(members)))
+            forms.append(np.dtype((first.form, (len(members),))))
+            places.append(first.tensor.data_ptr() - block.ctypes.data)
+            self._kinds.append((first, f"f{len(self._kinds)}", list(members)))
+        names = [name for _, name, _ in self._kinds]
+        self._form = np.dtype(
+            {"names": names, "formats": forms, "offsets": places, "itemsize": block.shape[1]}
+        )
 
-    def take(self, rows: np.ndarray) -> Iterator[tuple[Key, torch.Tensor]]:
+    def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
         """Return copies of rows, contiguous, by key."""
-        records = self._items[rows.reshape(-1)].view(np.uint8).reshape(rows.size, -1)
-        for column, start, names in self._kinds:
-            shape = (len(names), *rows.shape, *column._tail)
-            picked = column._as_tensor(column.part(records, start, len(names)), shape)
-            yield from zip(names, picked.unbind(0), strict=True)
+        records = self._items[rows.reshape(-1)].view(self._form)
+        found: dict[Key, torch.Tensor] = {}
+        for column, name, members in self._kinds:
+            values = records[name].swapaxes(0, 1).copy()
+            if rows.ndim != 1:
+                values = values.reshape(-1, *rows.shape, *column.shape)
+            if len(members) == 1:
+                found[members[0]] = column.as_tensor(values[0])
+            else:
+                found.update(zip(members, column.as_tensor(values).unbind(0), strict=True))
+        return found
 
 
 def column_of(tensor: torch.Tensor) -> Column:

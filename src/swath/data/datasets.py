@@ -22,24 +22,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase
 
 from swath import __version__
+from swath.data.frames import check_fit, flat, frames_of
 from swath.errors import ClosedError, UsageError
-from swath.rollout import keys
-from swath.tree import Key, key_name, nest
+from swath.tree import Key, nest
 
 __all__ = [
+    "ABOUT",
     "LEDGER",
     "LEDGER_WORDS",
     "DatasetWriter",
+    "claimed",
     "load_dataset",
     "make_columns",
+    "opened",
     "partial_of",
     "write_about",
 ]
 
-_ABOUT = "swath.json"
+ABOUT = "swath.json"
+"""Where a dataset comes from."""
 LEDGER = "replay.bin"
 """In the directory of a replay buffer: words, then a stamp for each row; see storage.py."""
 LEDGER_WORDS = 16
@@ -67,7 +71,7 @@ class DatasetWriter:
     """
 
     def __init__(self, directory: str | Path, **about: Any) -> None:
-        self.directory = _claimed(directory)
+        self.directory = claimed(directory)
         self.frames = 0
         self._about = about
         self._columns: dict[Key, _Column] = {}
@@ -82,13 +86,14 @@ class DatasetWriter:
         """Append the frames of a batch `[*, T]`; all of them, or none if this raises."""
         if self._closed:
             raise ClosedError(f"the dataset {self.directory} is closed; make a new writer.")
-        rows = _flat_rows(batch)
+        values, lead, mask = frames_of(batch)
+        rows = {key: flat(value, lead, mask).cpu().contiguous() for key, value in values.items()}
         frames = min((len(row) for row in rows.values()), default=0)
         if not frames:
             return
         if not self._columns:
             self._columns = make_columns(partial_of(self.directory), rows)
-        self._check(rows)
+        check_fit(self._columns, rows, 1)
         try:
             for key, tensor in rows.items():
                 with self._columns[key].path.open("ab") as file:
@@ -98,19 +103,6 @@ class DatasetWriter:
                 column.cut(self.frames)
             raise
         self.frames += frames
-
-    def _check(self, rows: Mapping[Key, torch.Tensor]) -> None:
-        for key in rows.keys() ^ self._columns.keys():
-            which = "lacks" if key in self._columns else "has a new key,"
-            raise UsageError(f"this batch {which} {key_name(key)}; all must have the same keys.")
-        for key, tensor in rows.items():
-            column = self._columns[key]
-            if (tensor.shape[1:], tensor.dtype) != (column.shape, column.dtype):
-                raise UsageError(
-                    f"{key_name(key)} is {tensor.dtype} {tuple(tensor.shape[1:])} per frame in "
-                    f"this batch, but {column.dtype} {tuple(column.shape)} in the first; all "
-                    "batches of a dataset must agree."
-                )
 
     def close(self) -> None:
         """Finish the dataset and give it its name; calling it again is nothing."""
@@ -162,30 +154,6 @@ class _Column(NamedTuple):
         return MemoryMappedTensor.from_filename(self.path, dtype=self.dtype, shape=shape)
 
 
-def _flat_rows(batch: TensorDictBase) -> dict[Key, torch.Tensor]:
-    """Return the valid frames of a batch, `[frames, *shape]` each, contiguous and on the CPU."""
-    if not isinstance(batch, TensorDictBase) or not batch.batch_dims:
-        raise UsageError(
-            f"expected a batch of a collector, a TensorDict [*, T]; got {type(batch).__name__}"
-            f"{getattr(batch, 'batch_size', '')}."
-        )
-    mask = batch.get(keys.MASK, None)
-    rows = {}
-    for name in batch.keys(True, True, is_leaf=is_leaf_nontensor):
-        key: Key = (name,) if isinstance(name, str) else tuple(name)
-        if key == keys.MASK:
-            continue
-        value = batch.get(name)
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(
-                f"{key_name(key)} holds {type(value).__name__}, which has no array form; take it "
-                "out of the batch (after compact_obs: swath.collectors.utils.restore_next)."
-            )
-        flat = value.detach().flatten(0, batch.batch_dims - 1).cpu()
-        rows[key] = (flat if mask is None else flat[mask.flatten().cpu()]).contiguous()
-    return rows
-
-
 def make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _Column]:
     """Make an empty file for each key, where tensordict looks for it."""
     one = TensorDict(nest({key: row[:1] for key, row in rows.items()}), [1])
@@ -199,7 +167,7 @@ def make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _
     return columns
 
 
-def _claimed(directory: str | Path) -> Path:
+def claimed(directory: str | Path) -> Path:
     """Make `DIR.partial` and return the full path of DIR, or refuse if something is there."""
     path = Path(directory).expanduser().absolute()
     if path.exists() and not path.is_dir():
@@ -219,7 +187,7 @@ def _claimed(directory: str | Path) -> Path:
 def write_about(directory: Path, about: Mapping[str, Any]) -> None:
     """Note where a dataset comes from."""
     about = {"swath": __version__, **about}
-    (directory / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
 
 
 def partial_of(directory: Path) -> Path:
@@ -234,16 +202,22 @@ def load_dataset(directory: str | Path) -> TensorDict:
     Of a `ReplayBuffer` on disk these are the frames that it holds, the oldest first; once its ring
     has come round, they are a copy.
     """
+    data, rows = opened(directory)
+    return data[: len(rows)] if isinstance(rows, range) else data[torch.from_numpy(rows)]
+
+
+def opened(directory: str | Path) -> tuple[TensorDict, range | np.ndarray]:
+    """Return all rows of a dataset, and which of them are frames, the oldest first."""
     path = Path(directory)
-    if not (path / _ABOUT).is_file():
-        reason = f"it has no {_ABOUT}" if path.is_dir() else "there is no such directory"
+    if not (path / ABOUT).is_file():
+        reason = f"it has no {ABOUT}" if path.is_dir() else "there is no such directory"
         if partial_of(path).is_dir():
             reason += f", but {partial_of(path)} is there: its writer runs yet, or was killed"
         raise UsageError(f"{path} is no swath dataset: {reason}.")
     data = TensorDict.load_memmap(path)
     if not (path / LEDGER).is_file():
-        return data
+        return data, range(len(data))
     stamps = np.fromfile(path / LEDGER, np.int64, data.batch_size[0], offset=8 * LEDGER_WORDS)
     rows = np.argsort(stamps, kind="stable")[np.count_nonzero(stamps <= 0) :]
     in_place = np.array_equal(rows, np.arange(len(rows)))
-    return data[: len(rows)] if in_place else data[torch.from_numpy(rows)]
+    return data, range(len(rows)) if in_place else rows

@@ -1,4 +1,4 @@
-"""Minari datasets, the format of Gymnasium's makers; needs `swath[minari]`.
+"""Minari datasets, the format of Gymnasium's makers, in both directions; needs `swath[minari]`.
 
 A frame dataset holds runs of steps of many envs side by side; Minari wants whole episodes. Rows
 are put in order by trajectory id, which keeps the order of time, and read one episode at a time
@@ -18,14 +18,24 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 
 from swath.data.datasets import DatasetWriter, load_dataset, partial_of
 from swath.errors import UsageError
 from swath.rollout import keys
-from swath.tree import Key, Leaf, action_leaves, builder, key_name, observation_leaves
+from swath.tree import (
+    Key,
+    Leaf,
+    action_leaves,
+    builder,
+    fetch,
+    key_name,
+    nest,
+    observation_leaves,
+)
 
-__all__ = ["MinariWriter", "minari_id"]
+__all__ = ["MinariWriter", "minari_id", "read_minari"]
 
 _VARIABLE = "MINARI_DATASETS_PATH"
 _REMINDERS = r"`\w+` is set to None|env_spec is None"
@@ -90,6 +100,49 @@ class MinariWriter(DatasetWriter):
                 algorithm_name=self._policy,
                 jpeg_encoding=False,  # the default would change the pixels
             )
+
+
+def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[TensorDict]:
+    """Yield the episodes of a Minari dataset, each a batch `[T]` as a collector would give it.
+
+    Extend a `ReplayBuffer` with them, or write them to a `DatasetWriter`. Rewards are float32; a
+    trajectory's id is the episode's. Nobody knows which policy acted, so there is no version.
+
+    Args:
+        dataset: Its id, or what `minari.load_dataset` returned.
+        directory: Where to look for it; where Minari keeps its datasets by default.
+    """
+    minari = _import_minari()
+    if isinstance(dataset, str):
+        with contextlib.nullcontext() if directory is None else _minari_root(Path(directory)):
+            dataset = minari.load_dataset(dataset)
+    observations = observation_leaves(dataset.observation_space)
+    actions = action_leaves(dataset.action_space)
+    for episode in dataset.iterate_episodes():
+        columns: dict[Key, np.ndarray] = {}
+        for leaf in observations:
+            seen = np.asarray(fetch(episode.observations, leaf.path), leaf.dtype)
+            columns[leaf.key], columns[keys.following(leaf.key)] = seen[:-1], seen[1:]
+        for leaf in actions:
+            columns[leaf.key] = np.asarray(fetch(episode.actions, leaf.path), leaf.dtype)
+        yield _trajectory(columns, episode)
+
+
+def _trajectory(columns: dict[Key, np.ndarray], episode: Any) -> TensorDict:
+    """Return observations and actions of an episode with all else that a batch has."""
+    steps = len(episode.rewards)
+    terminated, truncated = (
+        np.asarray(flags, np.bool_)[:, None]
+        for flags in (episode.terminations, episode.truncations)
+    )
+    columns[keys.REWARD] = np.asarray(episode.rewards, np.float32)[:, None]
+    columns[keys.NEXT_TERMINATED], columns[keys.NEXT_TRUNCATED] = terminated, truncated
+    columns[keys.NEXT_DONE] = terminated | truncated
+    for key in (keys.DONE, keys.TERMINATED, keys.TRUNCATED):
+        columns[key] = np.zeros((steps, 1), np.bool_)
+    columns[keys.TRAJ_IDS] = np.full(steps, episode.id)
+    tensors = {key: torch.tensor(column) for key, column in columns.items()}
+    return TensorDict(nest(tensors), [steps], names=["time"])
 
 
 def minari_id(env_id: str) -> str:

@@ -44,15 +44,20 @@ class Pace:
         return self.samples_per_insert * frames - int(ring.words[Word.DRAWN])
 
     def may_draw(self, ring: Ring) -> bool:
-        """Tell whether a sample may be drawn now."""
-        words = ring.words
-        if words[Word.HELD] < 1 or words[Word.WRITTEN] - words[Word.CLEARED] < self.min_size:
-            return False
-        return self.samples_per_insert is None or self.ahead(ring) >= -self.tolerance
+        """Tell whether a sample may be drawn now; of a tie, the other side goes first."""
+        ratio = self.samples_per_insert
+        return self._is_stocked(ring) and (ratio is None or self.ahead(ring) > -self.tolerance)
 
     def may_write(self, ring: Ring) -> bool:
         """Tell whether frames may be written now."""
-        return self.samples_per_insert is None or self.ahead(ring) <= self.tolerance
+        ratio = self.samples_per_insert
+        free = ratio is None or ring.words[Word.FREE] > 0 or not self._is_stocked(ring)
+        return bool(free) or self.ahead(ring) <= self.tolerance
+
+    def _is_stocked(self, ring: Ring) -> bool:
+        """Tell whether there are frames enough, those from before it was emptied left out."""
+        frames = ring.words[Word.WRITTEN] - ring.words[Word.CLEARED]
+        return bool(ring.words[Word.HELD] > 0 and frames >= self.min_size)
 
     def until(self, attempt: Callable[[], Any], check: Callable[[], None], what: str) -> Any:
         """Return what `attempt` returns once that is not None; `check` raises if it is in vain."""

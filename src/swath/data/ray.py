@@ -10,7 +10,8 @@ readers have threads of their own in the actor, so who waits for the other side 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.data.replay import ReplayBuffer
 from swath.errors import UsageError, WorkerError
+from swath.links import pack
 from swath.links.ray import enter, leave, needed, writable
 
 __all__ = ["RayReplayBuffer"]
 
 _THREADS = 16
+_LOOK_EVERY = 0.1
 _ALIGNMENT = 64
 Flat = tuple[np.ndarray, dict[Any, tuple[Any, ...]], tuple[int, ...]]
 
@@ -69,6 +72,7 @@ class Keeper:
         torch.set_num_threads(1)
         self._buffer = ReplayBuffer(capacity, **options)
         self._buffer.watch = lambda: None  # others may write at any time: wait for them
+        self._unpaced = contextlib.ExitStack()
 
     def extend(self, *batch: Any) -> None:
         """Write a flat batch."""
@@ -77,6 +81,13 @@ class Keeper:
     def sample(self, size: int | None) -> Flat:
         """Return a batch, flat."""
         return flatten(self._buffer.sample(size))
+
+    def pace(self, on: bool) -> None:
+        """Hold writers back for `samples_per_insert`, or not."""
+        if on:
+            self._unpaced.close()
+        else:
+            self._unpaced.enter_context(self._buffer.unpaced())
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the buffer."""
@@ -111,6 +122,9 @@ class RayReplayBuffer:
         ```
     """
 
+    watch: Callable[[], object] | None = None
+    """Called while a call waits; it raises to end that."""
+
     def __init__(
         self,
         capacity: int,
@@ -125,6 +139,7 @@ class RayReplayBuffer:
             raise UsageError(f"{refused} make no sense in an actor; move what sample() returns.")
         ReplayBuffer(capacity, **options).close()  # wrong arguments are told here
         self.capacity, self.batch_size = capacity, options.get("batch_size")
+        self.samples_per_insert = options.get("samples_per_insert")
         enter(address, ray_init_config or {}, 2)
         self._owner = True
         try:
@@ -137,14 +152,23 @@ class RayReplayBuffer:
             raise
 
     def __reduce__(self) -> Any:
-        return _attached, (self._actor, self.capacity, self.batch_size)
+        about = ("_actor", "capacity", "batch_size", "samples_per_insert")
+        return _attached, ({name: getattr(self, name) for name in about},)
+
+    prepared = True
+
+    def handle(self) -> tuple[bytes]:
+        """Return what a worker in an actor needs to write here."""
+        return (pack(self, "replay_buffer"),)
 
     def _ask(self, group: str, name: str, *arguments: Any) -> Any:
         """Call the actor and wait; what it raises is raised here."""
         ray = needed()
-        method = getattr(self._actor, name).options(concurrency_group=group)
+        call = getattr(self._actor, name).options(concurrency_group=group).remote(*arguments)
         try:
-            return ray.get(method.remote(*arguments))
+            while self.watch is not None and not ray.wait([call], timeout=_LOOK_EVERY)[0]:
+                self.watch()
+            return ray.get(call)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
@@ -159,6 +183,19 @@ class RayReplayBuffer:
         """Return frames drawn by the sampler; waits until there are some."""
         block, about, size = self._ask("read", "sample", batch_size)
         return unflatten(block.copy(), about, size)  # Ray's memory is read-only
+
+    @contextlib.contextmanager
+    def unpaced(self) -> Iterator[None]:
+        """Let writers go on meanwhile, whatever `samples_per_insert` says."""
+        self._ask("read", "pace", False)
+        try:
+            yield
+        finally:
+            self._ask("read", "pace", True)
+
+    def note_version(self, version: int) -> None:
+        """Let lags be counted from this version; nobody waits for that."""
+        self._actor.call.options(concurrency_group="read").remote("note_version", version)
 
     def update_priority(self, index: Any, priority: Any) -> None:
         """Give frames new priorities; see `ReplayBuffer`."""
@@ -202,8 +239,7 @@ class RayReplayBuffer:
         self.close()
 
 
-def _attached(actor: Any, capacity: int, batch_size: int | None) -> RayReplayBuffer:
+def _attached(about: dict[str, Any]) -> RayReplayBuffer:
     buffer = object.__new__(RayReplayBuffer)
-    buffer._actor, buffer.capacity, buffer.batch_size = actor, capacity, batch_size
-    buffer._owner = False
+    vars(buffer).update(about, _owner=False)
     return buffer

@@ -2,17 +2,17 @@
 
 ```
  extend --> check --> claim rows --> copy --> make whole        (storage.py: who may do what, when)
- sample --> draw numbers --> copy --> still whole? or again --> transform --> device
+ sample --> numbers --> copy --> still whole? or again --> transform --> device      (drawing.py)
 ```
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.data import saving
 from swath.data.datasets import LEDGER
-from swath.data.frames import check_fit, copy_whole, frames_of, leaves, nested, newest
+from swath.data.drawing import Draws
+from swath.data.frames import check_fit, frames_of, leaves
 from swath.data.pacing import Pace, Prefetcher
 from swath.data.runs import Runs
 from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
@@ -43,7 +44,7 @@ from swath.errors import ClosedError, UsageError, WorkerError
 from swath.links.parcels import pack_error, unpack_error
 from swath.memory import SharedMemory
 from swath.rollout import keys
-from swath.tree import Key, key_name, nest
+from swath.tree import Key, key_name
 
 __all__ = ["ReplayBuffer"]
 
@@ -51,6 +52,9 @@ _SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": UniformSampler,
     "prioritized": PrioritizedSampler,
 }
+
+
+_RUN_KEYS = (keys.TRAJ_IDS, keys.NEXT_DONE)
 
 
 class ReplayBuffer:
@@ -87,6 +91,8 @@ class ReplayBuffer:
     watch: Callable[[], object] | None = None
     """Called while something is waited for; it raises if nobody will write any more. While there is
     one, `sample` waits for frames instead of refusing."""
+    fed: bool
+    """Whether others may write who are not known here, as in shared memory; `sample` waits then."""
 
     def __init__(  # noqa: PLR0913 - each is one independent choice
         self,
@@ -107,23 +113,31 @@ class ReplayBuffer:
         seed: int | None = None,
     ) -> None:
         self.capacity, self.storage, self.batch_size = capacity, storage, batch_size
+        self.samples_per_insert = samples_per_insert
         self._pace = Pace(min_size, samples_per_insert, tolerance, timeout)
         self._directory = None if directory is None else Path(directory).expanduser().absolute()
         self._check_arguments(prefetch, pin_memory)
         self.sampler = _sampler(sampler)
         if batch_size is not None:
             self.sampler.shape(batch_size)
-        self._prefetch, self._transform, self._pin = prefetch, transform, pin_memory
-        self._device = None if device is None else torch.device(device)
-        self._rng = np.random.default_rng(seed)
+        self._prefetch = prefetch
+        self._draws = Draws(
+            self.sampler,
+            self._pace,
+            np.random.default_rng(seed),
+            transform,
+            None if device is None else torch.device(device),
+            pin_memory,
+        )
         self._ring: Ring | None = None
         self._runs: Runs | None = None
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
         self._closed = self._attached = False
+        self._newest = 0
+        self.fed = storage == "shared"
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
-        self._lag = (0, 0, 0)  # frames whose version is known, sum of their lags, the largest
         if self._directory is not None and (self._directory / LEDGER).is_file():
             self._use(open_ring(capacity, self._directory))
 
@@ -168,7 +182,7 @@ class ReplayBuffer:
         values, lead, mask = frames_of(batch)
         frames = math.prod(lead) if mask is None else int(np.count_nonzero(mask))
         ring = self._ring or self._allocate(values, len(lead))
-        check_fit(ring, values, len(lead))
+        check_fit(ring.columns, values, len(lead))
         if not frames:
             return
         with ring.writing:
@@ -184,8 +198,10 @@ class ReplayBuffer:
                 for key, value in values.items():
                     ring.columns[key].put(spans, value, mask, skip)
                 if self._runs is not None:
-                    self._runs.follow(ring, np.arange(first, first + kept))
-                version = newest(values)
+                    ids, ended = (_rows(values.get(key), lead, mask) for key in _RUN_KEYS)
+                    numbers = np.arange(first, first + kept)
+                    self._runs.follow(ring, numbers, ids[skip:], ended[skip:])
+                version = _newest(values)
             except BaseException:
                 ring.abandon(first, kept)
                 raise
@@ -225,11 +241,34 @@ class ReplayBuffer:
                 )
             known, ring.words[Word.RUNS] = bool(ring.words[Word.RUNS]), 1
             if not known:
-                Runs().follow(ring, ring.numbers())
+                saving.restore_runs(ring, ring.numbers(), Runs())
         self._runs = Runs() if ring.words[Word.RUNS] else None
         self._ring = ring
+        self.note_version(self._newest)
         if self._error is not None:
             self.fail(self._error)
+
+    @contextlib.contextmanager
+    def unpaced(self) -> Iterator[None]:
+        """Hold no writer back meanwhile: what is under way is written, whatever the ratio."""
+        ring = self._ring
+        if ring is None:
+            yield
+            return
+        with ring:
+            ring.words[Word.FREE] += 1
+        try:
+            yield
+        finally:
+            with ring:
+                ring.words[Word.FREE] -= 1
+
+    def note_version(self, version: int) -> None:
+        """Take the newest policy version, from which the lag of samples is counted."""
+        self._newest = max(self._newest, version)
+        if self._ring is not None:
+            with self._ring as ring:
+                ring.words[Word.NEWEST] = max(ring.words[Word.NEWEST], version)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -269,18 +308,12 @@ class ReplayBuffer:
     def _drawn(self, size: int, check: Callable[[], None]) -> Any:
         """Wait until frames may be drawn, and return a batch of them."""
         shape = self.sampler.shape(size)
-
-        def attempt() -> TensorDict | None:
-            ring = self._ring
-            if ring is None or not self._admit(ring, size):
-                return None
-            index = self.sampler.draw(ring, shape, self._rng)
-            batch = None if index is None else self._copy(ring, index, self.sampler)
-            if batch is None:
-                self._count(ring, -size)
-            return batch
-
-        fed = True
+        batch = self._draws.attempt(self._ring, shape, size)
+        if batch is not None:
+            return self._draws.finish(batch)
+        fed = self._is_fed()
+        if not fed:
+            self._refuse_to_wait(shape)
 
         def check_twice() -> None:
             nonlocal fed
@@ -289,26 +322,16 @@ class ReplayBuffer:
                 self._refuse_to_wait(shape)
             fed = self._is_fed()  # if not, one more attempt shows whether the last frames sufficed
 
-        batch = attempt()
-        if batch is None:
-            if not self._is_fed():
-                self._refuse_to_wait(shape)
-            batch = self._pace.until(attempt, check_twice, f"for frames to draw: {self.stats()}")
-        return self._finish(batch)
-
-    def _admit(self, ring: Ring, size: int) -> bool:
-        with ring:
-            allowed = self._pace.may_draw(ring)
-            ring.words[Word.DRAWN] += size if allowed else 0
-        return allowed
-
-    def _count(self, ring: Ring, size: int) -> None:
-        with ring:
-            ring.words[Word.DRAWN] += size
+        batch = self._pace.until(
+            lambda: self._draws.attempt(self._ring, shape, size),
+            check_twice,
+            f"for frames to draw: {self.stats()}",
+        )
+        return self._draws.finish(batch)
 
     def _is_fed(self) -> bool:
         """Tell whether more frames may come, for all that is known."""
-        known = self.watch is not None or self.storage == "shared"
+        known = self.watch is not None or self.fed
         return known or self._pace.samples_per_insert is not None or self._pace.timeout is not None
 
     def _refuse_to_wait(self, shape: tuple[int, ...]) -> None:
@@ -320,51 +343,21 @@ class ReplayBuffer:
                 "Extend it first, or give timeout= to wait for another thread."
             )
 
-    def _copy(self, ring: Ring, index: np.ndarray, sampler: Sampler | None) -> TensorDict | None:
-        """Return frames that are whole; others than asked for, if the sampler has to draw again."""
-        draw = None if sampler is None else partial(sampler.draw, ring, rng=self._rng)
-        values = copy_whole(ring, index, draw)
-        if values is None:
-            return None
-        self._note_lag(ring, values.get(keys.POLICY_VERSION))
-        batch = nested(ring.tree, values, torch.Size(index.shape), torch.from_numpy(index))
-        if sampler is not None:
-            for name, extra in sampler.extras(ring, index).items():
-                batch.set(name, torch.from_numpy(extra))
-        return batch
-
-    def _note_lag(self, ring: Ring, versions: torch.Tensor | None) -> None:
-        if versions is not None:
-            array = versions.numpy(force=True)
-            newest = int(ring.words[Word.NEWEST])
-            total = newest * array.size - int(np.add.reduce(array, None))
-            most = newest - int(np.minimum.reduce(array, None))
-            with self._lock:
-                frames, lag, highest = self._lag
-                self._lag = (frames + array.size, lag + total, max(highest, most))
-
-    def _finish(self, batch: Any) -> Any:
-        if self._transform is not None:
-            batch = self._transform(batch)
-        if self._pin:
-            batch = batch.pin_memory()
-        return batch if self._device is None else batch.to(self._device, non_blocking=self._pin)
-
     def __iter__(self) -> Iterator[Any]:
         """Yield all frames that are here now once, in random order; the last batch is smaller."""
         self._check()
         size, ring = self.batch_size, self._ring
         if size is None:
             raise UsageError("batch_size=None: iteration needs a buffer with a batch_size.")
-        order = self._rng.permutation([] if ring is None else ring.numbers())
+        order = self._draws.rng.permutation([] if ring is None else ring.numbers())
         for start in range(0, len(order), size):
             assert ring is not None
             batch, index = None, order[start : start + size]
             while batch is None and len(index := index[ring.whole(index)]):
-                batch = self._copy(ring, index, None)
+                batch = self._draws.copy(ring, index, None)
             if batch is not None:
-                self._count(ring, len(index))
-                yield self._finish(batch)
+                self._draws.count(ring, len(index))
+                yield self._draws.finish(batch)
 
     def update_priority(self, index: Any, priority: Any) -> None:
         """Give frames new priorities; those that were overwritten since are left out.
@@ -399,20 +392,18 @@ class ReplayBuffer:
         """Return counts, their ratio, and by how many versions the sampled frames lagged.
 
         Frames and samples are those of all processes, the lag is that of the samples drawn here:
-        the newest version in the buffer minus the version that acted.
+        the newest version that was published, or is in the buffer, minus the version that acted.
         """
         written, drawn = (
             0 if self._ring is None else int(self._ring.words[word])
             for word in (Word.WRITTEN, Word.DRAWN)
         )
-        count, total, most = self._lag
         return {
             "size": len(self),
             "frames": written,
             "samples": drawn,
             "sample_ratio": drawn / written if written else 0.0,
-            "lag_mean": total / count if count else 0.0,
-            "lag_max": most,
+            **self._draws.lags.as_dict(),
         }
 
     # -- state ----------------------------------------------------------------------------------
@@ -420,42 +411,24 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """Return all frames and all that the next draws depend on; plain tensors and numbers."""
         self._check()
-        state, ring = self._state(), self._ring
-        if ring is not None:
-            with ring:
-                rows = ring.numbers() % self.capacity
-                state["frames"] = nest({key: c.take(rows) for key, c in ring.columns.items()})
-                state.update(self._ledger_state(ring))
-        return state
+        return saving.state_of(self._ring, self._draws, self.capacity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; nobody may write meanwhile."""
         self._check()
         self._stop_prefetch()
-        if state.get("format") != 1 or state.get("capacity") != self.capacity:
-            raise UsageError(
-                f"this is no state of a replay buffer with capacity={self.capacity}: format "
-                f"{state.get('format')!r}, capacity {state.get('capacity')!r}."
-            )
-        self._rng.bit_generator.state = state["rng"]
+        saving.check_state(state, self.capacity)
+        self._draws.rng.bit_generator.state = state["rng"]
         if "frames" not in state:
             return self.empty()
         values = dict(leaves(TensorDict(state["frames"], [len(state["numbers"])])))
         ring = self._ring or self._allocate(values, 1)
-        check_fit(ring, values, 1)
+        check_fit(ring.columns, values, 1)
         runs = self._runs and Runs()
         with ring.writing:
             saving.restore(ring, values, state, runs)
             self._runs = runs
         self.sampler.load_state_dict(ring, state["sampler"])
-
-    def _state(self) -> dict[str, Any]:
-        return {"format": 1, "capacity": self.capacity, "rng": self._rng.bit_generator.state}
-
-    def _ledger_state(self, ring: Ring) -> dict[str, Any]:
-        ledger = torch.from_numpy(ring.words[: Word.RUNS].copy())
-        numbers = torch.from_numpy(ring.numbers())
-        return {"numbers": numbers, "words": ledger, "sampler": self.sampler.state_dict()}
 
     def save(self, directory: str | Path) -> None:
         """Write all to a directory, in place of what was saved there; `load_dataset` reads it too.
@@ -463,12 +436,9 @@ class ReplayBuffer:
         A crash meanwhile leaves the one before whole. Writers wait until it is done.
         """
         self._check()
-        ring = self._ring
-        if ring is None or not len(self):
+        if self._ring is None or not len(self):
             raise UsageError("this replay buffer is empty; there is nothing to save.")
-        with ring:
-            state = {**self._state(), **self._ledger_state(ring)}
-            saving.save(ring, ring.numbers(), state, directory)
+        saving.save(self._ring, self._draws, directory)
 
     def load(self, directory: str | Path) -> None:
         """Continue where `save` was called."""
@@ -476,6 +446,11 @@ class ReplayBuffer:
         self.load_state_dict({**state, "frames": frames})
 
     # -- other processes, failures, the end -----------------------------------------------------
+
+    @property
+    def prepared(self) -> bool:
+        """Whether there is memory for frames."""
+        return self._ring is not None
 
     def handle(self) -> tuple[Handle, SharedMemory]:
         """Return what another process needs for `attached`; the memory travels beside a message."""
@@ -548,6 +523,18 @@ class ReplayBuffer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _newest(values: Mapping[Key, torch.Tensor]) -> int:
+    """Return the newest policy version of a batch."""
+    versions = values.get(keys.POLICY_VERSION)
+    return 0 if versions is None else int(np.maximum.reduce(versions.numpy(force=True), None))
+
+
+def _rows(value: torch.Tensor | None, lead: torch.Size, mask: np.ndarray | None) -> np.ndarray:
+    """Return a value for each frame of a batch, one after the other; zeros if there are none."""
+    array = np.zeros(lead, np.bool_) if value is None else value.numpy(force=True).reshape(lead)
+    return array.reshape(-1) if mask is None else array[mask]
 
 
 def _sampler(given: str | Sampler) -> Sampler:

@@ -20,6 +20,10 @@ from swath.errors import UsageError
 __all__ = ["PrioritizedSampler", "Sampler", "SliceSampler", "UniformSampler"]
 
 
+_NOWHERE = -(1 << 62)
+"""So far below that no frame has such a number, nor those that follow it."""
+
+
 class Sampler(abc.ABC):
     """How frames are chosen; one object serves one buffer."""
 
@@ -79,7 +83,7 @@ def _enough(
         fit: Takes numbers of frames and returns something for each of those that can be used.
     """
     found: list[np.ndarray] = []
-    for tries in (2, 8, 32):
+    for tries in (8, 64):
         found.append(fit(_random(ring, tries * count, rng))[:count])
         count -= len(found[-1])
         if not count:
@@ -171,14 +175,22 @@ class SliceSampler(Sampler):
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
     ) -> np.ndarray | None:
         count, length = shape
+        steps = np.arange(length)
 
         def slices(last: np.ndarray) -> np.ndarray:
-            last = last[ring.depth.take(last % ring.capacity) >= length][: 2 * count]
-            index = np.empty((length, len(last)), np.int64)
-            for step in range(length - 1, -1, -1):
-                index[step] = last
-                last = ring.before.take(last % ring.capacity)
-            index = index.T
+            here = ring.run.take(last % ring.capacity)
+            depth = here + ring.links[(last - here + 1) % ring.capacity, 1]
+            enough = np.flatnonzero(depth >= length)[: 2 * count]
+            last, here = last[enough], here[enough]
+            index = last[:, None] - steps[::-1]  # right, if they all stand side by side
+            while (open_still := np.flatnonzero(here < length)).size:
+                known = here[open_still]
+                first = index[open_still, length - known]
+                before = ring.links[first % ring.capacity, 0]
+                before[before < 0] = _NOWHERE  # overwritten meanwhile
+                missing = steps < (length - known)[:, None]
+                index[open_still] += missing * (before - first + 1)[:, None]
+                here[open_still] += np.maximum(ring.run.take(before % ring.capacity), 1)
             return index[ring.whole(index).all(1)]
 
         return _enough(ring, count, rng, slices)

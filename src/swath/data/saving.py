@@ -19,18 +19,52 @@ import torch
 from tensordict import TensorDict
 
 from swath.data.datasets import DatasetWriter, load_dataset, partial_of
+from swath.data.drawing import Draws
 from swath.data.runs import Runs
 from swath.data.storage import Ring, Word
 from swath.errors import UsageError
+from swath.rollout import keys
 from swath.tree import Key, nest
 
-__all__ = ["load", "restore", "save"]
+__all__ = ["check_state", "load", "restore", "restore_runs", "save", "state_of"]
 
 _STATE = "replay.pt"
 _CHUNK = 1 << 26
 
 
-def save(ring: Ring, numbers: np.ndarray, state: Mapping[str, Any], directory: str | Path) -> None:
+def state_of(ring: Ring | None, draws: Draws, capacity: int) -> dict[str, Any]:
+    """Return all frames and all that the next draws depend on."""
+    state: dict[str, Any] = {
+        "format": 1,
+        "capacity": capacity,
+        "rng": draws.rng.bit_generator.state,
+    }
+    if ring is not None:
+        with ring:
+            rows = ring.numbers() % capacity
+            state["frames"] = nest({key: c.take(rows) for key, c in ring.columns.items()})
+            state.update(_ledger(ring, draws))
+    return state
+
+
+def _ledger(ring: Ring, draws: Draws) -> dict[str, Any]:
+    return {
+        "numbers": torch.from_numpy(ring.numbers()),
+        "words": torch.from_numpy(ring.words[: Word.RUNS].copy()),
+        "sampler": draws.sampler.state_dict(),
+    }
+
+
+def check_state(state: Mapping[str, Any], capacity: int) -> None:
+    """Refuse a state that is none of a buffer of this capacity."""
+    if state.get("format") != 1 or state.get("capacity") != capacity:
+        raise UsageError(
+            f"this is no state of a replay buffer with capacity={capacity}: format "
+            f"{state.get('format')!r}, capacity {state.get('capacity')!r}."
+        )
+
+
+def save(ring: Ring, draws: Draws, directory: str | Path) -> None:
     """Write frames and whatever else there is to know, in place of what was saved there before."""
     path, new, old = _paths(directory)
     if path.exists() and not (path / _STATE).is_file():
@@ -38,11 +72,14 @@ def save(ring: Ring, numbers: np.ndarray, state: Mapping[str, Any], directory: s
     for leftover in (new, partial_of(new)):
         shutil.rmtree(leftover, ignore_errors=True)
     size = sum(column.tensor[:1].nbytes for column in ring.columns.values())
-    with DatasetWriter(new, capacity=ring.capacity) as writer:
-        for part in np.array_split(numbers, -(-len(numbers) * size // _CHUNK) or 1):
-            rows = {key: column.take(part % ring.capacity) for key, column in ring.columns.items()}
-            writer.write(TensorDict(nest(rows), [len(part)]))
-    torch.save(dict(state), new / _STATE)
+    with ring:
+        numbers = ring.numbers()
+        with DatasetWriter(new, capacity=ring.capacity) as writer:
+            for part in np.array_split(numbers, -(-len(numbers) * size // _CHUNK) or 1):
+                rows = part % ring.capacity
+                frames = {key: column.take(rows) for key, column in ring.columns.items()}
+                writer.write(TensorDict(nest(frames), [len(part)]))
+        torch.save({**state_of(None, draws, ring.capacity), **_ledger(ring, draws)}, new / _STATE)
     if path.exists():
         path.rename(old)
     new.rename(path)
@@ -70,8 +107,21 @@ def restore(
             tensor[torch.from_numpy(rows)] = value.to(tensor.device)
         ring.words[: Word.RUNS] = state["words"].numpy()
         if runs is not None:
-            runs.follow(ring, numbers)
+            restore_runs(ring, numbers, runs)
         ring.stamps[rows] = numbers + 1
+
+
+def restore_runs(ring: Ring, numbers: np.ndarray, runs: Runs) -> None:
+    """Find out which frames belong together of those that stand in their rows already."""
+    if len(numbers):
+        found = (ring.columns.get(key) for key in (keys.TRAJ_IDS, keys.NEXT_DONE))
+        ids, ended = (
+            np.zeros(len(numbers), np.bool_)
+            if column is None
+            else column.take(numbers % ring.capacity).cpu().numpy().reshape(-1)
+            for column in found
+        )
+        runs.follow(ring, numbers, ids, ended)
 
 
 def _paths(directory: str | Path) -> tuple[Path, Path, Path]:

@@ -1,7 +1,7 @@
 """The ring of a replay buffer: columns of frames, and a ledger of which frames are whole.
 
 ```
- block:    | words | stamps | depth | before | an error |        columns: [capacity, *shape] by key
+ block:    | words | stamps | run | links | an error |     columns: [capacity, *shape] by key
  a stamp:  0  nothing     -(i + 1)  frame i is being written     i + 1  frame i is whole
 ```
 
@@ -28,13 +28,22 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from swath.data.columns import WORTH_THREADS, Column, HostColumn, Record, Span, column_of
-from swath.data.datasets import LEDGER, LEDGER_WORDS, make_columns, partial_of, write_about
+from swath.data.datasets import (
+    ABOUT,
+    LEDGER,
+    LEDGER_WORDS,
+    claimed,
+    make_columns,
+    partial_of,
+    write_about,
+)
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
 from swath.tree import Key, nest
@@ -52,10 +61,11 @@ class Word:
     CLEARED = 4  # how many of them before the last `empty`
     DRAWN = 5  # samples drawn
     NEWEST = 6  # the newest policy version
-    RUNS = 7  # whether depth and before are kept
+    RUNS = 7  # whether run and links are kept
     BUSY = 8  # whether somebody changes the ledger
     STATE = 9  # OPEN, CLOSED or FAILED
     ERROR = 10  # bytes of the error
+    FREE = 11  # how many do not want writers to be held back
 
 
 OPEN, CLOSED, FAILED = range(3)
@@ -116,9 +126,10 @@ class Ring:
             small = {k: c for k, c in self.columns.items() if isinstance(c, HostColumn) and c.small}
             self._apart = {k: c for k, c in self.columns.items() if k not in small}
             self._record = Record(small, record.numpy())
-        whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
-        self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(3, capacity)
-        self.stamps, self.depth, self.before = rows
+        whole = block[: 8 * (LEDGER_WORDS + 4 * capacity)].view(np.int64)
+        self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(4, capacity)
+        self.stamps, self.run = rows[:2]
+        self.links = rows[2:].reshape(capacity, 2)  # see runs.py
         self._error = block[len(whole) * 8 :]
         self._descriptor = None if memory is None else memory.descriptor
         locks = _Locks()
@@ -171,16 +182,19 @@ class Ring:
             for start, stop, _ in spans:
                 self.words[Word.HELD] -= np.count_nonzero(self.stamps[start:stop] > 0)
             self.words[Word.CLAIMED] = first + frames
-            self._stamp(spans, -np.arange(first + frames - kept + 1, first + frames + 1))
+            for start, stop, at in spans:
+                number = first + frames - kept + at + 1
+                self.stamps[start:stop] = np.arange(-number, start - stop - number, -1)
         return first + frames - kept
 
     def commit(self, first: int, kept: int, frames: int, version: int) -> None:
         """Make rows whole; those that `empty` has taken meanwhile are left out."""
         self.fence()
-        numbers, spans = np.arange(first + 1, first + kept + 1), self.spans(first, kept)
+        spans = self.spans(first, kept)
         with self:
             if first >= self.words[Word.FLOOR]:
-                self._stamp(spans, numbers)
+                for start, stop, _ in spans:
+                    np.negative(self.stamps[start:stop], out=self.stamps[start:stop])
                 self.words[Word.HELD] += kept
             self.words[Word.WRITTEN] += frames
             self.words[Word.NEWEST] = max(self.words[Word.NEWEST], version)
@@ -190,7 +204,8 @@ class Ring:
         """Give claimed rows up."""
         spans = self.spans(first, kept)
         with self:
-            self._stamp(spans, np.zeros(kept, np.int64))
+            for start, stop, _ in spans:
+                self.stamps[start:stop] = 0
             self._disown(spans)
 
     def clear(self) -> None:
@@ -202,10 +217,6 @@ class Ring:
             )
             self.stamps[:] = 0
             self.words[Word.HELD] = 0
-
-    def _stamp(self, spans: list[Span], values: np.ndarray) -> None:
-        for start, stop, at in spans:
-            self.stamps[start:stop] = values[at : at + stop - start]
 
     def _own(self, spans: list[Span]) -> bool:
         if self._descriptor is None:
@@ -235,6 +246,14 @@ class Ring:
             (start, self.capacity, 0),
             (0, start + frames - self.capacity, self.capacity - start),
         ]
+
+    def rows(self, numbers: np.ndarray) -> Any:
+        """Return the rows of frames in order; as a slice where they stand in one piece."""
+        first, frames = int(numbers[0]), len(numbers)
+        start = first % self.capacity
+        if start + frames > self.capacity or numbers[-1] - first >= frames:
+            return numbers % self.capacity
+        return slice(start, start + frames)
 
     def window(self) -> tuple[int, int]:
         """Return the numbers from and up to which there can be frames."""
@@ -270,7 +289,7 @@ class Ring:
 
 
 def _block_size(capacity: int) -> int:
-    return -(-(8 * (LEDGER_WORDS + 3 * capacity) + ERROR_BYTES) // 64) * 64
+    return -(-(8 * (LEDGER_WORDS + 4 * capacity) + ERROR_BYTES) // 64) * 64
 
 
 def _fields(columns: _Tensors) -> tuple[Field, ...]:
@@ -341,8 +360,7 @@ def attach(
 
 def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
     """Write files for `capacity` frames beside the directory, and give them its name."""
-    partial = partial_of(directory)
-    partial.mkdir(parents=True)
+    partial = partial_of(claimed(directory))
     columns = make_columns(partial, {key: value[:1].cpu() for key, value in frames.items()})
     for column in columns.values():
         column.cut(capacity)  # longer, rather: what is not written yet takes no room
@@ -358,7 +376,7 @@ def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
 
 def open_ring(capacity: int, directory: Path) -> Ring:
     """Return the ring that a directory holds, as its last writer left it."""
-    about = json.loads((directory / "swath.json").read_text())
+    about = json.loads((directory / ABOUT).read_text())
     if about["capacity"] != capacity:
         raise UsageError(
             f"{directory} has a buffer with capacity={about['capacity']}, not {capacity}; give the "
@@ -374,7 +392,7 @@ def open_ring(capacity: int, directory: Path) -> Ring:
         ) from None
     ring = Ring(_mapped(directory), memory.array, memory, directory)
     ring.stamps[ring.stamps < 0] = 0  # what a killed writer had begun
-    ring.words[Word.BUSY], ring.words[Word.STATE] = 1, OPEN
+    ring.words[Word.BUSY], ring.words[Word.STATE], ring.words[Word.FREE] = 1, OPEN, 0
     return ring
 
 

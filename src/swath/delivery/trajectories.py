@@ -136,6 +136,10 @@ class TrajectoryAssembler:
         frames = sum(map(len, self._complete))
         return Pending(len(self._complete), frames, len(self._rows()) - frames)
 
+    def ids(self) -> list[int]:
+        """Return the trajectories of which frames are held."""
+        return self._frames[TRAJ_IDS][self._rows()].unique().tolist()
+
     def drain(self) -> TensorDict | None:
         """Return all that is held as `[frames]`, complete trajectories first; None if nothing."""
         frames = self.state_dict()["frames"]

@@ -157,7 +157,6 @@ class _Host:
             fence()
             turn, t, slab, mode = order.tolist()
             if t == ASK:
-                stepped = turn
                 if not self._answer_all():
                     return
             elif turn != stepped:  # a ring may be left over

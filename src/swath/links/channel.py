@@ -24,7 +24,8 @@ __all__ = ["Channel"]
 
 _LENGTH = struct.Struct("=Q")
 _MOST_DESCRIPTORS = 8
-_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EBADF)  # the last: closed here
+_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EBADF}  # the last: closed here
+_GONE |= {errno.ENETUNREACH, errno.EHOSTUNREACH}  # cut off for so long that it was given up
 
 
 class Channel:
@@ -76,7 +77,9 @@ class Channel:
         while view:
             try:
                 got = self._socket.recv_into(view)
-            except (ConnectionResetError, TimeoutError):
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
                 got = 0
             if not got:
                 raise EOFError("the other side is gone")

@@ -21,8 +21,10 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 import socket
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,8 +165,13 @@ def dial(host: str, port: int, secret: bytes, number: int, patience: float) -> t
     nonce = _exactly(end, _SIZE)
     own = os.urandom(_SIZE)
     end.sendall(_proof(secret, b"worker", nonce) + own)
-    if not hmac.compare_digest(_exactly(end, _SIZE), _proof(secret, b"trainer", own)):
-        raise PermissionError(f"{host} port {port} does not know the secret of this run")
+    try:
+        proof = _exactly(end, _SIZE)
+    except (EOFError, ConnectionResetError):
+        proof = b""
+    if not hmac.compare_digest(proof, _proof(secret, b"trainer", own)):
+        end.close()
+        raise PermissionError(f"{host} port {port} refused us, or has another secret")
     channel = _channel(end, patience)
     channel.send(Hello(number, socket.gethostname(), os.getpid()))
     return channel, end.getsockname()[0]
@@ -175,13 +182,22 @@ def new_secret() -> bytes:
     return secrets.token_bytes(_SIZE)
 
 
-def guess_host() -> str:
-    """Return the address of this machine that other machines of a Slurm job can dial.
+def guess_host(slurm: bool = False) -> str:
+    """Return the address of this machine that the nodes of its Slurm can dial.
 
-    Loopback where there is no such job.
+    That is the one which this machine has towards Slurm's controller. Loopback where this process
+    is in no job of Slurm and will not start any.
     """
-    if "SLURM_JOB_ID" not in os.environ:
+    if not slurm and "SLURM_JOB_ID" not in os.environ:
         return "127.0.0.1"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "config"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+        found = re.search(r"^SlurmctldHost\[0\] *= *([^(\s]+)(?:\((.+)\))?", told, re.MULTILINE)
+        if found is not None:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((found[2] or found[1], 9))  # sends nothing
+                return probe.getsockname()[0]
     for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
         with contextlib.suppress(OSError):
             return socket.gethostbyname(name)

@@ -188,6 +188,8 @@ class RemoteLink:
     def close(self, timeout: float | None = None) -> None:
         """Wait until the worker has gone, at most `timeout` seconds, and let go of it."""
         ended = self._channel.await_end(timeout)
+        if not ended and self._cancel is not None:
+            self._cancel()
         self._channel.close()
         self._bulk.close()
         if self._process is not None:
@@ -263,5 +265,6 @@ class RemotePort:
     def close(self) -> None:
         """Let go of the other side, which wants nothing more."""
         self._ended.set()
+        self._channel.end()  # closing alone says nothing while our thread listens
         self._channel.close()
         self._bulk.close()

@@ -13,12 +13,14 @@ early is served by gloo's own threads, while Python does something else.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,10 @@ from swath.links.remote import Bulk
 
 dist: Any = _dist  # most of what is used here has no types
 
-__all__ = ["TorchBulk", "TorchMedium", "TorchTicket"]
+__all__ = ["TorchBulk", "TorchMedium", "TorchTicket", "TorchrunBoard", "store_on"]
+
+_READING = 0.05
+"""Seconds between two looks at the board."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +68,7 @@ class TorchMedium:
     def __init__(self, backend: str, host: str, name: str, patience: float) -> None:
         if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise UsageError("backend='nccl' needs a CUDA device and a torch with NCCL.")
-        # The store would listen everywhere if it were not given a socket.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, 0), family=family)
-        port = listening.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            port,
-            None,
-            True,
-            timedelta(seconds=patience),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+        self._store, port = store_on(host, patience)
         self._base = TorchTicket(backend, host, port, name, patience)
         self._pairs = count()
 
@@ -90,6 +83,24 @@ class TorchMedium:
     def close(self) -> None:
         """Let nobody join any more."""
         del self._store
+
+
+def store_on(host: str, patience: float) -> tuple[Any, int]:
+    """Return a store that listens on one address only, and its port."""
+    # It would listen everywhere if it were not given a socket.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=patience),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return store, port
 
 
 class TorchBulk:
@@ -149,3 +160,33 @@ class TorchBulk:
             self._group.abort()
         self._group = None
         self._receipts.clear()
+
+
+class TorchrunBoard:
+    """Rank 0 posts texts, all others read them, one after the other, in the store of torchrun."""
+
+    def __init__(self, rank: int) -> None:
+        environ = os.environ
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+            None,
+            rank == 0 and not agent,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        # The same store serves the ranks that torchrun starts after a failure.
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store, self._keys = dist.PrefixStore(f"swath/{attempt}", store), map(str, count())
+
+    def post(self, text: str) -> None:
+        """Post the next text."""
+        self._store.set(next(self._keys), text)
+
+    def read(self) -> str:
+        """Wait for the next text and return it; raises if the store is gone."""
+        key = next(self._keys)
+        while not self._store.check([key]):
+            sleep(_READING)
+        return self._store.get(key).decode()

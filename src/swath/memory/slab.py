@@ -152,6 +152,15 @@ class Slab:
         names = [*[None] * len(lead), "time"]
         return TensorDict(nest(views), [*lead, steps], names=names)
 
+    def view(self, steps: int, lead: tuple[int, ...]) -> TensorDict:
+        """Return the same of this part, to be used before it is written again; nothing is lent."""
+        views = {
+            key: rows[:steps].transpose(0, 1) if lead else rows[:steps, 0]
+            for key, rows in self.tensors.items()
+            if self.layout.places[key].field.delivered
+        }
+        return TensorDict(nest(views), [*lead, steps], names=[*[None] * len(lead), "time"])
+
 
 class SlabPool:
     """Makes slabs, lends them, and uses those again that came back."""

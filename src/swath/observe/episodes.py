@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 __all__ = ["Episodes"]
+
+
+class _Ended(NamedTuple):
+    """The episodes that have ended; pairs are of return and length."""
+
+    number: int = 0
+    recent: tuple[tuple[float, int], ...] = ()
+    sums: Sequence[float] = (0.0, 0.0)
+    lows: Sequence[float] = (np.inf, np.inf)
+    highs: Sequence[float] = (-np.inf, -np.inf)
 
 
 class Episodes:
@@ -19,12 +28,7 @@ class Episodes:
         self.lengths = np.zeros(num_envs, np.int64)
         """Frames so far of each env's open episode, `[N]`."""
         self._returns = np.zeros(num_envs)
-        self.count = 0
-        # Return and length of the episodes that have ended.
-        self._recent: deque[tuple[float, int]] = deque(maxlen=100)
-        self._sums = [0.0, 0.0]
-        self._lows: list[float] = [np.inf, np.inf]
-        self._highs: list[float] = [-np.inf, -np.inf]
+        self._ended = _Ended()  # replaced as a whole: another thread may ask for `as_dict`
 
     def forget(self) -> None:
         """Drop the open episodes: they were cut off and do not count."""
@@ -60,23 +64,27 @@ class Episodes:
 
     def record(self, finished: Sequence[tuple[float, int]]) -> None:
         """Count episodes that have ended, by return and length."""
-        self.count += len(finished)
-        self._recent.extend(finished)
-        for n, values in enumerate(zip(*finished, strict=True)):
-            self._sums[n] += sum(values)
-            self._lows[n] = min(self._lows[n], *values)
-            self._highs[n] = max(self._highs[n], *values)
+        if finished:
+            old, new = self._ended, list(zip(*finished, strict=True))
+            self._ended = _Ended(
+                old.number + len(finished),
+                (*old.recent, *finished)[-100:],
+                [one + sum(more) for one, more in zip(old.sums, new, strict=True)],
+                [min(one, *more) for one, more in zip(old.lows, new, strict=True)],
+                [max(one, *more) for one, more in zip(old.highs, new, strict=True)],
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Return count, and mean, min, max and mean of the last 100 of return and length."""
-        out: dict[str, Any] = {"episodes": self.count, "return": None, "length": None}
-        if self.count:
+        ended = self._ended
+        out: dict[str, Any] = {"episodes": ended.number, "return": None, "length": None}
+        if ended.number:
             for n, name in enumerate(("return", "length")):
                 out[name] = {
-                    "mean": self._sums[n] / self.count,
-                    "min": self._lows[n],
-                    "max": self._highs[n],
-                    "last_100": sum(pair[n] for pair in self._recent) / len(self._recent),
+                    "mean": ended.sums[n] / ended.number,
+                    "min": ended.lows[n],
+                    "max": ended.highs[n],
+                    "last_100": sum(pair[n] for pair in ended.recent) / len(ended.recent),
                 }
         return out
 

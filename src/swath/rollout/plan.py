@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from swath.rollout import columns, keys
 from swath.rollout.env import EnvGroup
 from swath.tree import Leaf
 
-__all__ = ["Filled", "Plan", "lend", "slab_for"]
+__all__ = ["Filled", "Plan", "lend", "slab_for", "view"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +70,24 @@ def lend(
     pool: SlabPool, filled: Filled, observations: Sequence[Leaf], lead: tuple[int, ...]
 ) -> TensorDict:
     """Return a rollout as a batch `[*lead, T]` of views on its slab, which comes back by itself."""
-    slab, steps = filled.slab, filled.steps
-    table = None
+    return _complete(filled, observations, lead, partial(pool.lend, filled.slab))
+
+
+def view(filled: Filled, observations: Sequence[Leaf], lead: tuple[int, ...]) -> TensorDict:
+    """Return the same without lending it: it stays as it is until the slab is written again."""
+    return _complete(filled, observations, lead, filled.slab.view)
+
+
+def _complete(
+    filled: Filled,
+    observations: Sequence[Leaf],
+    lead: tuple[int, ...],
+    views: Callable[[int, tuple[int, ...]], TensorDict],
+) -> TensorDict:
+    slab, steps, table = filled.slab, filled.steps, None
     if keys.FINAL in slab.arrays:
         table = columns.final_table(slab, observations, steps, filled.mask)
-    batch = pool.lend(slab, steps, lead)
+    batch = views(steps, lead)
     if table is not None:
         batch.set(keys.FINAL_OBS, table)
     if filled.mask is not None:

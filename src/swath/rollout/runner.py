@@ -28,7 +28,7 @@ from swath.policies import ActionSampler, Interface, Policy, as_policy, probe
 from swath.policies.base import Act
 from swath.rollout import columns, keys, loop
 from swath.rollout.env import CallFailed, EnvGroup
-from swath.rollout.plan import Filled, Plan, lend, slab_for
+from swath.rollout.plan import Filled, Plan, lend, slab_for, view
 from swath.rollout.warmup import RandomFrames
 from swath.seeding import RandomState, env_seed
 
@@ -233,6 +233,10 @@ class Runner:
     def lend(self, filled: Filled) -> TensorDict:
         """Return a rollout as a batch; its slab comes back when nobody views it any more."""
         return lend(self.pool, filled, self.interface.observations, self.interface.batch_shape)
+
+    def view(self, filled: Filled) -> TensorDict:
+        """Return a rollout as a batch that stays as it is until the next one."""
+        return view(filled, self.interface.observations, self.interface.batch_shape)
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:

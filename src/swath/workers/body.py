@@ -7,6 +7,7 @@ takes reports back.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,14 @@ import numpy as np
 import torch
 
 from swath.envs import as_group
+from swath.errors import ClosedError
 from swath.links import Channel, ProcessPort, pack, unpack
 from swath.links.parcels import pack_error
 from swath.memory import HeapMemory, Memory, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec, named_weights
 from swath.observe import Shares
 from swath.policies import made_by, policy_module
-from swath.rollout import Runner
+from swath.rollout import Filled, Runner
 from swath.workers.messages import (
     Acknowledge,
     Attach,
@@ -41,10 +43,13 @@ from swath.workers.messages import (
     Rolled,
     SetSeed,
     State,
+    Store,
+    TakeHeld,
     TakeState,
     Value,
     Weights,
 )
+from swath.workers.store import RolloutStore
 
 __all__ = ["Worker", "main"]
 
@@ -74,7 +79,8 @@ class Worker:
         self._slabs: dict[int, Slab] = {}
         self._block: WeightBlock | None = None
         self._reader = 0
-        self._sink = None if job.sink is None else unpack(job.sink)
+        self._store: RolloutStore | None = None
+        self._inbox: deque[tuple[Any, Any]] = deque()  # read while a write waited
         if job.quiet:
             warnings.simplefilter("ignore")
         torch.set_num_threads(job.num_threads)
@@ -111,10 +117,12 @@ class Worker:
             TakeState: self._take_state,
             PutState: self._put_state,
             Call: self._call,
+            Store: self._store_in,
+            TakeHeld: self._take_held,
         }
         try:
             while True:
-                message, memories = self._port.receive()
+                message, memories = self._inbox.popleft() if self._inbox else self._port.receive()
                 if isinstance(message, Close):
                     return
                 try:
@@ -148,12 +156,35 @@ class Worker:
         given = {name: tensors[name] for name in tensors if name not in message.missing}
         self._block.publish(given, message.version, [0])
 
+    def _store_in(self, message: Store, *memories: SharedMemory) -> None:
+        if self._store is None:
+            self._store = RolloutStore(unpack(message.finish), self._look_up)
+        if message.handle is not None:
+            self._store.attach(message.handle, *memories)
+        self._port.send(Done())
+
+    def _look_up(self) -> None:
+        """Read messages while a write waits; the one that says to end ends that, too."""
+        while self._port.waits():
+            self._inbox.append(self._port.receive())
+            if isinstance(self._inbox[-1][0], Close):
+                raise ClosedError("this worker is to end.")
+
+    def _take_held(self, message: TakeHeld) -> None:
+        assert self._store is not None
+        self._port.send(State(pack(self._store.held(message.clear), "trajectories")))
+
     def _set_seed(self, message: SetSeed) -> None:
         self._runner.set_seed(message.seed)
-        self._port.send(Done())
+        self._cut()
 
     def _reset(self, message: Reset) -> None:
         self._runner.reset()
+        self._cut()
+
+    def _cut(self) -> None:
+        if self._store is not None and self._store.assembler is not None:
+            self._store.assembler.discard_open()
         self._port.send(Done())
 
     def _acknowledge(self, message: Acknowledge) -> None:
@@ -184,25 +215,39 @@ class Worker:
         refresh = self._newest if self._job.refreshes else None
         try:
             filled = runner.collect(order.steps, slab, refresh, self._port.interrupted)
-            if self._sink is not None and filled.frames:
-                self._sink.extend(runner.lend(filled))
         except Exception as error:
-            part = None if self._sink is not None else runner.partial
+            part = runner.partial
             done = (0, 0, None) if part is None else (part.steps, part.frames, part.mask)
             report: Failed | Rolled = Failed(pack_error(error), order.slab, *done)
         else:
-            shares, runner.shares = runner.shares, Shares()
-            report = Rolled(
-                order.slab,
-                filled.steps,
-                filled.frames,
-                runner.version,
-                runner.finished,
-                shares,
-                runner.open_ids,
-                runner.all_frozen,
-            )
-        self._port.send(report, slab.memory.array if self._sink is None else None)
+            report = self._stored(order, filled)
+        stored = self._store is not None and isinstance(report, Rolled)
+        self._port.send(report, None if stored else slab.memory.array)
+
+    def _stored(self, order: Collect, filled: Filled) -> Failed | Rolled:
+        """Write a rollout to the replay buffer, if there is one for it, and tell of it."""
+        runner, first, store = self._runner, None, self._store
+        open_ids = list(runner.open_ids)
+        if store is not None:
+            try:
+                first = store.put(runner.view(filled))
+            except Exception as error:
+                kept = (0, 0) if store.assembler else (filled.steps, filled.frames)
+                return Failed(pack_error(error), order.slab, *kept, storing=True)
+            if store.assembler is not None:
+                open_ids = list({*open_ids, *store.assembler.ids()})
+        shares, runner.shares = runner.shares, Shares()
+        return Rolled(
+            order.slab,
+            filled.steps,
+            filled.frames,
+            runner.version,
+            runner.finished,
+            shares,
+            open_ids,
+            runner.all_frozen,
+            first,
+        )
 
     def _newest(self) -> int:
         """Take the newest weights if they are new, and return their version."""

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swath.errors import UsageError, WorkerError, nearest
 from swath.links import Launched, launch, pack
 from swath.links.launch import ending
+from swath.workers.delayed import Request
 from swath.workers.remote import Invitation, Launcher, Started, main
-from swath.workers.worlds import World
+from swath.workers.submitit import Executor, NodeLauncher
+from swath.workers.worlds import World, WorldLauncher
 
-__all__ = ["LocalLauncher", "launcher_for"]
+__all__ = ["LocalLauncher", "Waiting", "launcher_for"]
 
-LAUNCHERS = ("mp", "submitit")
+_log = logging.getLogger("swath")
+LAUNCHERS = ("mp", "submitit", "submitit_delayed", "wait")
 
 
 def launcher_for(
-    name: str | None, slurm: Mapping[str, Any] | None, world: World | None
+    name: str | None, slurm: Mapping[str, Any] | None, world: World | None, per_node: int = 1
 ) -> Launcher:
-    """Return a launcher by its name, or for a world that exists."""
+    """Return a launcher by its name, or for a world that exists; `per_node` workers on a node."""
+    if world is not None:
+        return WorldLauncher(world)
     if name is None or name == "mp":
         return LocalLauncher()
+    if name == "submitit":
+        return NodeLauncher(Executor(slurm).submit, per_node)
+    if name == "submitit_delayed":
+        return NodeLauncher(Request, per_node)
+    if name == "wait":
+        return Waiting()
     raise UsageError(
         f"launcher must be one of {', '.join(LAUNCHERS)}; got {name!r}.{nearest(name, LAUNCHERS)}"
     )
@@ -57,3 +69,24 @@ class _Process:
     def cancel(self) -> None:
         self.process.kill()
         self.process.close()
+
+
+class Waiting:
+    """Starts nothing: workers come by themselves, by `python -m swath.workers.join`."""
+
+    process = None
+
+    def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
+        """Say where to come."""
+        address = f"{invitation.host}:{invitation.port}"
+        _log.warning("waiting for workers: python -m swath.workers.join %s %s", address, numbers)
+        return dict.fromkeys(numbers, self)
+
+    def check(self) -> None:
+        """Nothing: a worker may always come."""
+
+    def cancel(self) -> None:
+        """Nothing: it ends with its connection."""
+
+    def close(self) -> None:
+        """Nothing was started."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swath.data.storage import Handle
 from swath.memory import Field, Layout
 from swath.memory.weights import WeightSpec
 from swath.observe import Shares
@@ -33,6 +34,8 @@ __all__ = [
     "Rolled",
     "SetSeed",
     "State",
+    "Store",
+    "TakeHeld",
     "TakeState",
     "Value",
     "Weights",
@@ -55,8 +58,6 @@ class Job:
     """Warnings are not shown."""
     refreshes: bool
     """New weights are taken before any forward pass, not only before a rollout."""
-    sink: bytes | None = None
-    """A replay buffer that the worker writes its rollouts into; they are then not sent."""
 
 
 # -- from your process ------------------------------------------------------------------------
@@ -111,6 +112,26 @@ class Collect:
 
     slab: int
     steps: int
+
+
+@dataclass(frozen=True)
+class Store:
+    """Write all further rollouts into a replay buffer; answered by `Done`.
+
+    It comes with the buffer's memory; until there is some, rollouts wait.
+    """
+
+    finish: bytes
+    """What is done with rollouts before, packed."""
+    handle: Handle | bytes | None
+    """Of memory; or a buffer in an actor, packed."""
+
+
+@dataclass(frozen=True)
+class TakeHeld:
+    """Tell of trajectories that are not written yet; answered by `State`."""
+
+    clear: bool
 
 
 @dataclass(frozen=True)
@@ -187,6 +208,8 @@ class Rolled:
     open_ids: Sequence[int]
     """Trajectories that go on in the next rollout."""
     all_frozen: bool = False
+    first: bytes | None = None
+    """A frame like those to be stored, packed: there is no memory for them yet."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +221,13 @@ class Failed:
     steps: int = 0
     frames: int = 0
     mask: np.ndarray | None = None
+    storing: bool = False
+    """It was the replay buffer that did not take the rollout."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a worker's runner, packed."""
+    """What was asked for, packed: the state of the runner, or frames."""
 
     state: bytes
 

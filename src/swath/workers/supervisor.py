@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from swath.errors import SwathError, WorkerError
 from swath.links.parcels import unpack_error
@@ -17,6 +19,8 @@ class Supervisor:
 
     restart: bool
     max_restarts: int
+    name: Callable[[int], str | None] = lambda worker: None
+    """Says in words where a worker runs, if that is worth telling."""
     restarts: int = 0
     lost_rollouts: int = 0
     lost_trajectories: list[int] = field(default_factory=list)
@@ -28,10 +32,17 @@ class Supervisor:
         self.restarts += 1
         return True
 
-    def error(self, worker: int, event: Failed | Died, who: str | None = None) -> BaseException:
-        """Return what to raise for a failure that is not forgiven, by whom in words."""
+    def checked(self, answers: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return answers that are no failures; raise the first that is one."""
+        for number, answer in answers.items():
+            if isinstance(answer, (Failed, Died)):
+                raise self.error(number, answer)
+        return answers
+
+    def error(self, worker: int, event: Failed | Died) -> BaseException:
+        """Return what to raise for a failure that is not forgiven."""
         if isinstance(event, Failed):
-            error = _located(unpack_error(event.error), worker)
+            error, who = _located(unpack_error(event.error), worker), self.name(worker)
             if who is not None:
                 error.args = (f"{error} ({who})",)
             return error

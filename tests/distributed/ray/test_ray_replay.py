@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import multi_kit as kit
 import numpy as np
 import pytest
@@ -49,8 +51,10 @@ def test_actors_write_and_others_sample(cluster):
             assert cluster.get(sample.remote(buffer)) < 3000
             while collector.is_running():
                 assert buffer.sample().batch_size == (64,)
-            assert collector.stats()["frames"] == 3000
-            with pytest.raises(UsageError, match="sample from it"):
+            stats = collector.stats()
+            assert stats["frames"] == stats["replay"]["frames"] == 3000
+            assert stats["replay"]["writer"] == "workers"
+            with pytest.raises(UsageError, match="draw from it"):
                 collector.rollout()
         stats = buffer.stats()
         assert (stats["frames"], len(buffer)) == (3000, 3000)
@@ -67,7 +71,9 @@ def test_every_frame_is_written_once_in_order_per_env():
     with RayReplayBuffer(4000, seed=0) as buffer:
         options = {"frames_per_batch": 40, "total_frames": 1200, "replay_buffer": buffer}
         with RayCollector([CountingEnv] * 2, sync=True, **options) as collector:
-            assert list(collector) == [None] * 30
+            collector.start()
+            while collector.is_running():
+                time.sleep(0.01)
         frames = buffer._ask("read", "call", "state_dict")["frames"]
     batch = TensorDict(frames, [1200])
     for stamp in batch["observation"][:, 0].unique():
@@ -85,6 +91,22 @@ def test_in_the_driver_a_replay_buffer_is_filled_in_the_background():
             assert kit.told_right(buffer.sample().exclude("index"))
         collector.async_shutdown()
     assert len(buffer) == 400
+
+
+def test_who_is_ahead_waits_and_a_pause_does_not():
+    options = {"samples_per_insert": 4.0, "tolerance": 100.0, "batch_size": 50}
+    with RayReplayBuffer(10_000, **options) as buffer:
+        kept = {"frames_per_batch": 20, "replay_buffer": buffer}
+        with RayCollector([CountingEnv], **kept) as collector:
+            collector.start()
+            for _ in range(40):
+                buffer.sample()
+            time.sleep(0.3)  # the actor is held back now
+            assert buffer.stats()["frames"] < 700
+            with collector.pause():
+                state = collector.state_dict()
+            assert state["frames"] == buffer.stats()["frames"]
+            buffer.sample()
 
 
 def test_a_failure_of_the_collector_reaches_who_samples():
@@ -114,8 +136,6 @@ def test_priorities_bad_arguments_and_a_dead_actor(cluster):
     assert (buffer.sample()["value"] == 3).float().mean() > 0.9
     with pytest.raises(UsageError, match="all must have the same keys"):
         buffer.extend(TensorDict({"other": torch.zeros(1)}, 1))
-    with pytest.raises(UsageError, match="split_trajs need frames"):
-        RayCollector(CountingEnv, replay_buffer=buffer, frames_per_batch=10, split_trajs=True)
     cluster.kill(buffer._actor)
     with pytest.raises(WorkerError, match="the actor with the replay buffer is gone"):
         buffer.sample()

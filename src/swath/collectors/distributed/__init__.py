@@ -6,6 +6,7 @@ from swath.collectors.distributed.generic import (
     RPCCollector,
 )
 from swath.collectors.distributed.ray import RayCollector
+from swath.workers.delayed import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector
 DistributedSyncDataCollector = DistributedSyncCollector
@@ -19,4 +20,5 @@ __all__ = [
     "RPCCollector",
     "RPCDataCollector",
     "RayCollector",
+    "submitit_delayed_launcher",
 ]

@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from swath.collectors.distributed.paired import PairedCollector, paired
-from swath.collectors.jobs import node_options
+from swath.collectors.jobs import each_of, node_options
+from swath.errors import UsageError
 from swath.links.gate import Gate, guess_host, new_secret
 from swath.links.media import medium_for
+from swath.workers.delayed import delayed_options
 from swath.workers.launchers import launcher_for
 from swath.workers.place import Place
 from swath.workers.remote import Invitation, RemotePlace
@@ -48,19 +51,42 @@ class DistributedCollector(PairedCollector):
     _scope = "cluster"
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        options = node_options({**self._defaults, **options})
-        self._world = find_world(options) if options.get("launcher") is None else None
+        delayed = delayed_options() if options.get("launcher") == "submitit_delayed" else {}
+        options = node_options({**delayed, **self._defaults, **options})
+        self._world = find_world() if options.get("launcher") is None else None
         if self._world is not None:
-            self._world.serve_unless_first()
+            if self._world.rank:
+                self._world.serve()
             if not isinstance(create_env_fn, (list, tuple)):
-                options.setdefault("num_workers", self._world.size - 1)
+                each = options.get("num_workers_per_collector", 1)
+                options.setdefault("num_workers", max(1, (self._world.size - 1) // each))
+        if options.get("on_worker_failure") == "restart":
+            self._check_restart(options.get("backend"))
         super().__init__(create_env_fn, policy, **options)
+
+    def _check_restart(self, backend: Any) -> None:
+        reason = None
+        if self._world is not None:
+            reason = "ranks of torchrun or mpirun are not ours to start again; give launcher='mp'"
+        elif backend == "rpc":
+            reason = "nobody can come back into a group of torch.distributed.rpc; use 'gloo'"
+        if reason is not None:
+            raise UsageError(f"on_worker_failure='restart' cannot be kept here: {reason}.")
 
     def _place(self, count: int) -> Place:
         options = self.options
-        secret = options.secret.encode() if options.secret else new_secret()
-        host = options.host or guess_host()
-        launcher = launcher_for(options.launcher, options.slurm_kwargs, self._world)
+        told = options.secret or os.environ.get("SWATH_SECRET")
+        if told is None and options.launcher == "wait":
+            raise UsageError("launcher='wait' needs a secret that workers know; see SWATH_SECRET.")
+        secret = told.encode() if told else new_secret()
+        world = self._world
+        devices = each_of("visible_devices", options.visible_devices, count)
+        slurm = {"cluster": "slurm", **(options.slurm_kwargs or {})}
+        on_slurm = options.launcher == "submitit" and slurm["cluster"] == "slurm"
+        host = options.host or (world and world.host) or guess_host(on_slurm)
+        launcher = launcher_for(
+            options.launcher, options.slurm_kwargs, world, options.num_workers_per_collector
+        )
         gate = Gate(host, options.tcp_port, secret, options.link_timeout)
         try:
             medium = medium_for(
@@ -68,7 +94,8 @@ class DistributedCollector(PairedCollector):
                 host,
                 new_secret().hex(),
                 options.link_timeout,
-                visible_devices=options.visible_devices,
+                world is not None and world.is_mpi,
+                visible_devices=devices,
                 tensorpipe_options=options.tensorpipe_options,
             )
         except BaseException:

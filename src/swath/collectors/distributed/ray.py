@@ -12,12 +12,9 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
-from tensordict import TensorDict
-
 from swath.collectors.distributed.paired import PairedCollector, paired
 from swath.collectors.jobs import node_options
 from swath.collectors.options import Options
-from swath.data.ray import RayReplayBuffer
 from swath.errors import UsageError
 from swath.links.ray import enter, leave, needed
 from swath.workers.place import Place
@@ -27,7 +24,6 @@ __all__ = ["RayCollector"]
 
 _LOOK_EVERY = 5.0
 """Seconds between two looks at what the cluster offers."""
-_HERE = ("postproc", "post_collect_hook", "split_trajs", "trajs_per_batch", "compact_obs")
 
 
 @paired
@@ -39,7 +35,7 @@ class RayCollector(PairedCollector):
     replaced: `on_worker_failure` is "restart" here unless you say otherwise, with three restarts
     for each actor, and `launch_timeout` is 120 s.
 
-    With a `swath.data.RayReplayBuffer` the actors write their rollouts into it themselves.
+    With a `swath.data.RayReplayBuffer`, after `start()`, the actors write into it themselves.
 
     Args:
         create_env_fn: An id or a callable that makes an env, for all actors, or a list of such
@@ -80,22 +76,12 @@ class RayCollector(PairedCollector):
                 makers = [makers] * count
             elif self._follows:
                 makers = [makers[number % len(makers)] for number in range(count)]
-            self._delivers = not isinstance(given.replay_buffer, RayReplayBuffer)
-            self._refuse_what_needs_frames(given)
             options.setdefault("max_restarts", 3 * count)
             super().__init__(makers, policy, **{**options, "num_workers": None})
         except BaseException:
             if not hasattr(self, "_crew"):  # which leaves by itself
                 leave()
             raise
-
-    def _refuse_what_needs_frames(self, given: Options) -> None:
-        asked = [] if self._delivers else [name for name in _HERE if getattr(given, name)]
-        if asked:
-            raise UsageError(
-                f"{' and '.join(asked)} need frames in this process, which does not see them: the "
-                "actors write into the RayReplayBuffer. Use its transform, or a ReplayBuffer here."
-            )
 
     def _place(self, count: int) -> Place:
         if len(self._configs) not in (1, count):
@@ -104,12 +90,6 @@ class RayCollector(PairedCollector):
                 "all or one for each."
             )
         return RayPlace(self._configs, self.options.launch_timeout)
-
-    def rollout(self) -> TensorDict | None:
-        """Return one rollout as it is; not if the actors write into a replay buffer."""
-        if not self._delivers:
-            raise UsageError("the actors write into the RayReplayBuffer; sample from it.")
-        return super().rollout()
 
     # -- more and fewer actors ------------------------------------------------------------------
 
@@ -143,7 +123,7 @@ class RayCollector(PairedCollector):
         """End all actors; the same as `shutdown`."""
         self.shutdown()
 
-    def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
+    def _collect(self, frames_left: float) -> tuple[Any, int] | None:
         if self._follows and monotonic() >= self._next_look:
             self._next_look = monotonic() + _LOOK_EVERY
             waiting = len(self._starting)

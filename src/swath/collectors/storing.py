@@ -1,0 +1,96 @@
+"""Whether workers write to the replay buffer themselves, and how they get at it.
+
+The worker's side, and a drawing of both, is in `workers/store.py`.
+"""
+
+from __future__ import annotations
+
+from tensordict import TensorDict
+
+from swath.collectors.options import Options
+from swath.data import RayReplayBuffer, ReplayBuffer
+from swath.errors import UsageError
+from swath.links import pack, unpack
+from swath.links.ray import RayLink
+from swath.workers.crew import Crew
+from swath.workers.messages import Rolled, Store, TakeHeld
+from swath.workers.store import Finish
+from swath.workers.supervisor import Supervisor
+
+__all__ = ["Storing"]
+
+
+class Storing:
+    """The replay buffer of a collector, as its workers see it.
+
+    Args:
+        options: Of the collector.
+        finish: What is done with rollouts before they are written.
+        crew: The workers.
+        supervisor: Raises what has failed.
+    """
+
+    def __init__(
+        self, options: Options, finish: Finish, crew: Crew, supervisor: Supervisor
+    ) -> None:
+        self._options, self._finish, self._crew = options, finish, crew
+        self._supervisor = supervisor
+        self._attached: set[int] = set()
+        self.on = False
+
+    def why_not(self, begun: bool) -> str | None:
+        """Return why workers cannot write, or None if they can.
+
+        Args:
+            begun: Whether frames were collected before.
+        """
+        options, buffer = self._options, self._options.replay_buffer
+        links = self._crew.links.values()
+        if isinstance(buffer, RayReplayBuffer):
+            if not all(isinstance(link, RayLink) for link in links):
+                return "the workers are no actors of Ray"
+        elif not isinstance(buffer, ReplayBuffer) or buffer.storage not in ("shared", "memmap"):
+            return "workers see a ReplayBuffer with storage='shared' or 'memmap' only"
+        elif not all(link.shares_memory for link in links):
+            return "the workers share no memory with it"
+        if options.post_collect_hook is not None:
+            return "post_collect_hook gets the batches here"
+        if options.worker_timeout is not None and buffer.samples_per_insert is not None:
+            return "a worker held back by samples_per_insert would exceed worker_timeout"
+        if options.trajs_per_batch is not None and begun:
+            return "trajectories were begun here before start()"
+        try:
+            self._parcel = pack(self._finish, "postproc")
+        except UsageError as error:
+            return str(error)
+        return None
+
+    def share(self, *workers: int) -> None:
+        """Let workers write all further rollouts to the buffer, or hold them until they can."""
+        buffer = self._options.replay_buffer
+        handle, *memory = buffer.handle() if buffer.prepared else (None,)
+        for worker in workers:
+            self._crew.order(worker, Store(self._parcel, handle), memory)
+        self._supervisor.checked(self._crew.answers(workers))
+        self._attached.update(workers if memory else ())
+
+    def forget(self, worker: int) -> None:
+        """Take note that a worker was started again."""
+        self._attached.discard(worker)
+        if self.on:
+            self.share(worker)
+
+    def hear(self, worker: int, rolled: Rolled) -> None:
+        """Make memory for frames if a worker has some and there is none yet."""
+        if rolled.first is not None and worker not in self._attached:
+            self._options.replay_buffer.prepare(unpack(rolled.first))
+            self.share(worker)
+
+    def held(self, clear: bool) -> list[TensorDict]:
+        """Return the trajectories that workers have not written yet, and let them forget or not."""
+        if not self.on:
+            return []
+        answers = self._supervisor.checked(
+            self._crew.call(dict.fromkeys(self._crew.links, TakeHeld(clear)))
+        )
+        return [frames for one in answers.values() if (frames := unpack(one.state)) is not None]

@@ -1,0 +1,173 @@
+"""How a batch of a replay buffer is drawn.
+
+```
+ may it? --> numbers --> copy --> still whole? or again --> transform --> pinned --> device
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from swath.data.pacing import Pace
+from swath.data.samplers import Sampler
+from swath.data.storage import Ring, Word
+from swath.rollout import keys
+from swath.tree import Key
+
+__all__ = ["Draws"]
+
+_PATIENCE = 8
+_MANY, _LARGE = 32, 4096
+
+
+class Lags:
+    """By how many versions frames lagged; added up many batches at a time, for speed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._frames = self._sum = self._most = 0
+        self._waiting: list[np.ndarray] = []
+
+    def note(self, newest: int, versions: torch.Tensor) -> None:
+        """Take the versions that acted, and the newest one."""
+        lags = newest - versions.numpy(force=True).reshape(-1)
+        with self._lock:
+            self._waiting.append(lags)
+        if len(self._waiting) >= _MANY or lags.size > _LARGE:
+            self.as_dict()
+
+    def as_dict(self) -> dict[str, float]:
+        """Return their mean and the largest."""
+        with self._lock:
+            if self._waiting:
+                lags = np.concatenate(self._waiting)
+                self._frames, self._sum = self._frames + lags.size, self._sum + int(lags.sum())
+                self._most, self._waiting = max(self._most, int(lags.max(initial=0))), []
+            mean = self._sum / self._frames if self._frames else 0.0
+            return {"lag_mean": mean, "lag_max": self._most}
+
+
+@dataclass
+class Draws:
+    """Draws batches from a ring, for one buffer; any thread may."""
+
+    sampler: Sampler
+    pace: Pace
+    rng: np.random.Generator
+    transform: Callable[[Any], Any] | None
+    device: torch.device | None
+    pin: bool
+
+    def __post_init__(self) -> None:
+        self.lags = Lags()
+
+    def attempt(self, ring: Ring | None, shape: tuple[int, ...], size: int) -> TensorDict | None:
+        """Return frames of that shape, or None if there are not enough now, or not yet."""
+        if ring is None:
+            return None
+        with ring:
+            if not self.pace.may_draw(ring):
+                return None
+            ring.words[Word.DRAWN] += size
+        index = self.sampler.draw(ring, shape, self.rng)
+        batch = None if index is None else self.copy(ring, index, self.sampler)
+        if batch is None:
+            self.count(ring, -size)
+        return batch
+
+    @staticmethod
+    def count(ring: Ring, size: int) -> None:
+        """Count frames as drawn."""
+        with ring:
+            ring.words[Word.DRAWN] += size
+
+    def copy(self, ring: Ring, index: np.ndarray, sampler: Sampler | None) -> TensorDict | None:
+        """Return frames that are whole; others than asked for, if the sampler has to draw again."""
+        draw = None if sampler is None else partial(sampler.draw, ring, rng=self.rng)
+        values = _copy_whole(ring, index, draw)
+        if values is None:
+            return None
+        if (versions := values.get(keys.POLICY_VERSION)) is not None:
+            self.lags.note(int(ring.words[Word.NEWEST]), versions)
+        batch = _nested(ring.tree, values, torch.Size(index.shape), torch.from_numpy(index))
+        if sampler is not None:
+            for name, extra in sampler.extras(ring, index).items():
+                batch.set(name, torch.from_numpy(extra))
+        return batch
+
+    def finish(self, batch: Any) -> Any:
+        """Return what the user gets of a batch."""
+        if self.transform is not None:
+            batch = self.transform(batch)
+        if self.pin:
+            batch = batch.pin_memory()
+        return batch if self.device is None else batch.to(self.device, non_blocking=self.pin)
+
+
+def _copy_whole(
+    ring: Ring, index: np.ndarray, draw: Callable[[tuple[int, ...]], np.ndarray | None] | None
+) -> dict[Key, torch.Tensor] | None:
+    """Return frames by key, or None if some of them are gone and no others can be had.
+
+    Args:
+        ring: Where they are.
+        index: Their numbers; changed where others were drawn.
+        draw: Draws others for those that were overwritten while they were copied.
+    """
+    rows = index % ring.capacity
+    values = ring.take(rows)
+    ring.fence()
+    torn, tries = _torn(ring, index, rows), 0
+    while torn.size:
+        tries += 1
+        patient = tries <= _PATIENCE  # after that, writers wait for once
+        with contextlib.nullcontext() if patient else ring:
+            again = None if draw is None else draw((len(torn), *index.shape[1:]))
+            if again is None:
+                return None
+            rows, where = again % ring.capacity, torch.from_numpy(torn)
+            for key, value in ring.take(rows).items():
+                values[key][where] = value
+            index[torn] = again
+            if patient:
+                ring.fence()
+            torn = torn[_torn(ring, again, rows)]
+    return values
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _torn(ring: Ring, index: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return where frames, or slices with frames, are not whole any more."""
+    whole = ring.whole(index, rows)
+    if whole.all():
+        return _NONE
+    return np.flatnonzero(~(whole if whole.ndim == 1 else whole.all(1)))
+
+
+def _nested(
+    tree: Mapping[str, Any],
+    values: Mapping[Key, torch.Tensor],
+    size: torch.Size,
+    index: torch.Tensor | None = None,
+) -> TensorDict:
+    """Return a batch of values by key.
+
+    They fit by construction and are not checked, which takes a fifth of the time.
+    """
+    source: dict[str, Any] = {} if index is None else {"index": index}
+    for name, part in tree.items():
+        source[name] = _nested(part, values, size) if isinstance(part, dict) else values[part]
+    names = None if len(size) == 1 else [None, "time"]
+    return TensorDict._new_unsafe(source, size, names=names)

@@ -1,0 +1,212 @@
+"""Blocks over MPI, between ranks that `mpirun` has started.
+
+```
+ your process, rank 0          the worker with number n, rank n + 1
+   Irecv, Isend  <=========>   Isend, Irecv          one tag for each collector, so that what one
+                                                     left behind never reaches the next
+```
+
+MPI moves most data only while it is called, and spins when it is asked to wait. So requests are
+tested between short sleeps: by whoever waits, and by a thread that lives as long as something is
+under way, for the other side may wait for us while we train or step envs. One lock keeps the two
+apart. A block belongs to MPI until its request is done; what is given up is cancelled, or kept for
+ever if it cannot be.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+
+from swath.errors import UsageError
+from swath.links.remote import Bulk
+
+__all__ = ["MpiBoard", "MpiMedium", "MpiTicket", "load_mpi"]
+
+_WAITING, _SENDING, _RECEIVING, _READING = 1e-4, 5e-4, 2e-3, 2e-2
+"""Seconds between two tests: for who waits; in the thread, if there is something to send, or only
+to receive; for who reads the board."""
+_NEWS, _TAGS = 0, 1 << 14
+_collectors = count()
+
+
+def load_mpi() -> Any:
+    """Return mpi4py's module, which joins the ranks when it is imported first."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"mpi4py cannot be imported ({error}): pip install 'swath[mpi]' brings it, with an MPI."
+        ) from error
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise UsageError("this MPI cannot be called from several threads (MPI_THREAD_SERIALIZED).")
+    return MPI
+
+
+@dataclass(frozen=True)
+class MpiTicket:
+    """What a worker needs to be the other end."""
+
+    number: int
+    tag: int
+    patience: float
+
+    def connect(self, own_host: str) -> Bulk:
+        """Return the worker's end."""
+        return _MpiBulk(0, self.tag, self.patience)
+
+
+class MpiMedium:
+    """Connects rank 0 with each other rank.
+
+    Args:
+        patience: Seconds after which a transfer that does not go on is given up.
+        in_mpi: This process is rank 0 of such ranks, and they are the workers.
+    """
+
+    def __init__(self, patience: float, in_mpi: bool) -> None:
+        if not in_mpi:
+            raise UsageError(
+                "backend='mpi' needs the ranks of an MPI program as workers: start the script with "
+                "`mpirun -n N python ...` and give no launcher."
+            )
+        load_mpi()
+        self._tag, self._patience = 1 + next(_collectors) % _TAGS, patience
+
+    def ticket(self, number: int) -> MpiTicket:
+        """Return what a worker needs."""
+        return MpiTicket(number, self._tag, self._patience)
+
+    def connect(self, ticket: MpiTicket, own_host: str) -> Bulk:
+        """Return this end for one worker."""
+        return _MpiBulk(ticket.number + 1, ticket.tag, ticket.patience)
+
+    def close(self) -> None:
+        """Nothing: MPI ends with the process."""
+
+
+class _MpiBulk:
+    def __init__(self, peer: int, tag: int, patience: float) -> None:
+        self._comm = load_mpi().COMM_WORLD
+        self._peer, self._tag, self._patience = peer, tag, patience
+
+    def send(self, block: np.ndarray) -> Callable[[], None]:
+        return self._begin(self._comm.Isend, block, _SENDING)
+
+    def receive(self, block: np.ndarray) -> Callable[[], None]:
+        return self._begin(self._comm.Irecv, block, _RECEIVING)
+
+    def _begin(
+        self, what: Callable[..., Any], block: np.ndarray, pause: float
+    ) -> Callable[[], None]:
+        transfer = _Transfer(self, what, block, pause)
+        _pump.watch(transfer)
+        return lambda: transfer.wait(self._patience)
+
+    def start(self, what: Callable[..., Any], block: np.ndarray) -> Any:
+        """Return the request for a block."""
+        return what(block, self._peer, self._tag)
+
+    def close(self) -> None:
+        _pump.forget(self)
+
+
+class _Transfer:
+    """A block under way."""
+
+    def __init__(
+        self, bulk: _MpiBulk, what: Callable[..., Any], block: np.ndarray, pause: float
+    ) -> None:
+        self.bulk, self.block, self.pause = bulk, block, pause
+        self._done, self._error = False, ""
+        with _pump.turn:
+            self.request = bulk.start(what, block)
+
+    def test(self) -> bool:
+        """Let MPI work; tell whether the request is done. To be called under the lock."""
+        if not self._done:
+            try:
+                self._done = self.request.Test()
+            except Exception as error:  # the other rank is gone
+                self._done, self._error = True, str(error)
+        return self._done
+
+    def wait(self, patience: float) -> None:
+        """Return when the block is there or gone."""
+        until = monotonic() + patience
+        while True:
+            with _pump.turn:
+                done = self.test()
+            if done:
+                break
+            if monotonic() > until:
+                raise TimeoutError(f"a transfer stood for {patience:g} s")
+            sleep(_WAITING)
+        if self._error:
+            raise ConnectionError(self._error)
+
+
+class _Pump:
+    """Tests what is under way while there is something."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self._under_way: list[_Transfer] = []
+        self._kept: list[_Transfer] = []
+
+    def watch(self, transfer: _Transfer) -> None:
+        with self.turn:
+            if transfer.test():
+                return
+            self._under_way.append(transfer)
+            if len(self._under_way) == 1:
+                threading.Thread(target=self._work, name="swath mpi", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self.turn:
+                self._under_way = [one for one in self._under_way if not one.test()]
+                if not self._under_way:
+                    return
+                pause = min(one.pause for one in self._under_way)
+            sleep(pause)
+
+    def forget(self, bulk: _MpiBulk) -> None:
+        """Give up what is under way for one worker."""
+        with self.turn:
+            for one in [one for one in self._under_way if one.bulk is bulk]:
+                if not one.test() and one.pause == _RECEIVING:
+                    one.request.Cancel()
+                if not one.test():
+                    self._kept.append(one)
+                self._under_way.remove(one)
+
+
+_pump = _Pump()
+
+
+class MpiBoard:
+    """Rank 0 posts texts, all others read them, one after the other."""
+
+    def __init__(self) -> None:
+        self._comm = load_mpi().COMM_WORLD
+
+    def post(self, text: str) -> None:
+        """Post the next text."""
+        for rank in range(1, self._comm.size):
+            with _pump.turn:
+                self._comm.send(text, rank, _NEWS)
+
+    def read(self) -> str:
+        """Wait for the next text and return it; raises if rank 0 is gone."""
+        while True:
+            with _pump.turn:
+                if self._comm.iprobe(0, _NEWS):
+                    return self._comm.recv(None, 0, _NEWS)
+            sleep(_READING)

@@ -1,0 +1,293 @@
+"""Blocks over `torch.distributed.rpc`: TensorPipe moves them, by shared memory or by TCP.
+
+```
+ your process                                                     worker
+   receive: asks at once  ---- fetch(n) ----------------------->  answered when block n is sent
+            <======================= block n as the answer =====  send
+   send     ======== take(n, block) ============================> receive
+```
+
+Your process begins both kinds of call, so the death of a worker ends its calls at once. A worker
+that waits looks after your process once a second. The calls may overtake each other; the numbers
+put blocks in order.
+
+Each process has one agent. It joins a group that grows as workers come, since a group of a fixed
+size would wait half an hour for a worker that died on its way in. Nobody leaves the group and
+nobody can come back to it. Order of shutdown: the agent ends with the last bulk, without a word to
+the others, some of which may be dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as _dist
+import torch.distributed.rpc as _rpc
+
+from swath.errors import UsageError
+from swath.links.remote import Bulk
+from swath.links.torch_distributed import store_on
+
+dist: Any = _dist  # most of what is used here has no types
+rpc: Any = _rpc
+
+__all__ = ["RpcMedium", "RpcTicket"]
+
+_TRAINER = "trainer"
+_LOOK = 1.0
+"""Seconds after which a worker that waits for a block asks whether your process lives."""
+_INTERFACE = "TP_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class RpcTicket:
+    """What a worker needs to join the group."""
+
+    host: str
+    port: int
+    number: int
+    patience: float
+    options: Mapping[str, Any]
+
+    def connect(self, own_host: str) -> Bulk:
+        """Return the worker's end."""
+        store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=self.patience))
+        _slots.clear()
+        _join(store, self, f"worker{self.number}", own_host)
+        return _WorkerBulk(self.patience)
+
+
+class RpcMedium:
+    """The group that workers join.
+
+    Args:
+        host: The address that workers dial.
+        patience: Seconds after which a transfer that does not go on is given up.
+        devices: A CUDA device for each worker, or several, or None.
+        options: Arguments of `TensorPipeRpcBackendOptions`, if any.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        patience: float,
+        devices: Sequence[Any],
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        if rpc.api._is_current_rpc_agent_set():
+            raise UsageError(
+                "this process uses torch.distributed.rpc already, and can do so once at a time: "
+                "shut the other collector (or rpc) down first, or give backend='gloo'."
+            )
+        self._store, port = store_on(host, patience)
+        self._devices, self._open, self._closed = devices, 0, False
+        self._base = RpcTicket(host, port, -1, patience, dict(options or {}))
+        _join(self._store, self._base, _TRAINER, host)
+
+    def ticket(self, number: int) -> RpcTicket:
+        """Return what a worker needs."""
+        options, own = dict(self._base.options), self._devices[number]
+        if own is not None:
+            options["devices"] = list(own) if isinstance(own, (list, tuple)) else [own]
+        return replace(self._base, number=number, options=options)
+
+    def connect(self, ticket: RpcTicket, own_host: str) -> Bulk:
+        """Return this end for one worker; it joins while we go on."""
+        self._open += 1
+        return _TrainerBulk(f"worker{ticket.number}", ticket.patience, self._left)
+
+    def _left(self) -> None:
+        self._open -= 1
+        self._end()
+
+    def close(self) -> None:
+        """Let nobody join any more, and end with the last bulk."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._closed and not self._open and self._store is not None:
+            self._store = None
+            _leave()
+
+
+class _TrainerBulk:
+    def __init__(self, peer: str, patience: float, on_close: Callable[[], None]) -> None:
+        self._peer, self._patience, self._on_close = peer, patience, on_close
+        self._sent, self._received = count(), count()
+        self._closed = False
+
+    def send(self, block: np.ndarray) -> Callable[[], None]:
+        future = self._call(_take, next(self._sent), torch.from_numpy(block))
+        return lambda: self._wait(future)
+
+    def receive(self, block: np.ndarray) -> Callable[[], None]:
+        future = self._call(_fetch, next(self._received))
+        return lambda: np.copyto(block, self._wait(future).numpy())
+
+    def _call(self, what: Callable[..., Any], *args: Any) -> _Call:
+        return _Call(rpc.rpc_async(self._peer, what, args=args, timeout=0))
+
+    def _wait(self, call: _Call) -> Any:
+        if not call.done.wait(self._patience):
+            raise TimeoutError(f"a transfer stood for {self._patience:g} s")
+        return call.future.value()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._on_close()
+
+
+class _Call:
+    """A call under way, that one can wait for with a limit."""
+
+    def __init__(self, future: Any) -> None:
+        self.future, self.done = future, threading.Event()
+        future.add_done_callback(lambda _: self.done.set())
+
+
+@dataclass
+class _Slots:
+    """The blocks of this worker, by number: those that it sends, and those that came."""
+
+    leaving: dict[int, Any] = field(default_factory=lambda: defaultdict(torch.futures.Future))
+    arriving: dict[int, Any] = field(default_factory=dict)
+    change: threading.Condition = field(default_factory=threading.Condition)
+
+    def clear(self) -> None:
+        self.leaving.clear()
+        self.arriving.clear()
+
+
+_slots = _Slots()
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _fetch(number: int) -> Any:
+    with _slots.change:
+        return _slots.leaving[number]
+
+
+def _take(number: int, block: torch.Tensor) -> None:
+    with _slots.change:
+        _slots.arriving[number] = block
+        _slots.change.notify_all()
+
+
+class _WorkerBulk:
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._sent, self._received = count(), count()
+
+    def send(self, block: np.ndarray) -> Callable[[], None]:
+        """Answer a call that has come, or will.
+
+        There is nothing to wait for: the memory is written again when the next but one rollout is
+        ordered, which your process does after it has this one.
+        """
+        number = next(self._sent)
+        with _slots.change:
+            future = _slots.leaving[number]
+            _slots.leaving.pop(number - 2, None)
+        future.set_result(torch.from_numpy(block))
+        return lambda: None
+
+    def receive(self, block: np.ndarray) -> Callable[[], None]:
+        number = next(self._received)
+
+        def wait() -> None:
+            with _slots.change:
+                while number not in _slots.arriving:
+                    if not _slots.change.wait(_LOOK):
+                        rpc.rpc_sync(_TRAINER, os.getpid, timeout=self._patience)
+                np.copyto(block, _slots.arriving.pop(number).numpy())
+
+        return wait
+
+    def close(self) -> None:
+        _leave()
+
+
+# -- joining ------------------------------------------------------------------------------------
+
+
+def _join(store: Any, ticket: RpcTicket, name: str, own_host: str) -> None:
+    """Start the agent of this process, at one address."""
+    global _meeting
+    given = {"rpc_timeout": ticket.patience, **ticket.options, "init_method": "swath://"}
+    try:
+        options = rpc.TensorPipeRpcBackendOptions(**given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"tensorpipe_options are not accepted: {error}") from error
+    _meeting = store
+    rpc._init_counter = 0  # a prefix for the keys in the store; all have to have the same one
+    before = os.environ.get(_INTERFACE)
+    interface = _interface_of(own_host)
+    if before is None and interface is not None:
+        os.environ[_INTERFACE] = interface
+    _quiet(True)
+    try:
+        rpc.init_rpc(name, rank=ticket.number + 1, rpc_backend_options=options)
+    finally:
+        _meeting = None
+        if before is None:
+            os.environ.pop(_INTERFACE, None)
+
+
+def _leave() -> None:
+    rpc.shutdown(graceful=False)
+    _quiet(False)
+
+
+def _quiet(on: bool) -> None:
+    """Hide that torch warns of each connection that ends, also when all is well."""
+    library = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+    with contextlib.suppress(OSError, ValueError):  # elsewhere it is in another place
+        level = ctypes.c_int.in_dll(ctypes.CDLL(library), "FLAGS_caffe2_log_level")
+        if on:
+            _levels.append(level.value)
+            level.value = max(level.value, 2)  # errors
+        elif _levels:
+            level.value = _levels.pop()
+
+
+_levels: list[int] = []
+_meeting: Any = None
+"""The store that `init_rpc` is to use."""
+
+
+def _rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+    yield _meeting, -1, -1
+
+
+dist.register_rendezvous_handler("swath", _rendezvous)
+
+
+def _interface_of(host: str) -> str | None:
+    """Return the network interface that has an address, if it can be told."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                told = fcntl.ioctl(probe.fileno(), 0x8915, asked)  # SIOCGIFADDR
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(told[20:24]) == host:
+                return name
+    return None

@@ -1,0 +1,161 @@
+"""A trainer that is a job itself, and whose workers are further jobs.
+
+```
+ your process                    folder that all share             the trainer's job
+   submits main() ------------------------------------------------>  main()
+   submits a job   <----------  N.request (invitation, numbers) <---   its collector wants a node
+   cancels the job <----------  the file is gone                <---   it does not any more
+   says that it failed ------>  N.error                         ---->  it raises
+```
+
+So only your process submits, and nobody has to know beforehand where the trainer will run. The
+folder is private, since an invitation holds the secret of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+from swath.errors import UsageError
+from swath.workers.join import add_to_path
+from swath.workers.remote import Invitation
+from swath.workers.submitit import Executor, SubmititJob
+
+__all__ = ["Request", "delayed_options", "submitit_delayed_launcher"]
+
+_VARIABLE = "SWATH_DELAYED"
+_EVERY = 0.5
+
+
+def submitit_delayed_launcher(
+    num_jobs: int,
+    framework: str = "distributed",
+    backend: str = "gloo",
+    tcpport: int = 0,
+    submitit_main_conf: Mapping[str, Any] | None = None,
+    submitit_collection_conf: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: a call of the function runs it as a job, its workers as further jobs.
+
+    Inside, make a collector with `launcher="submitit_delayed"`. The call waits for the job and
+    returns what the function returned; Ctrl-C cancels all jobs.
+
+    Args:
+        num_jobs: Jobs for workers, at most: one for each node of the collector.
+        framework: "distributed", or "rpc" for slabs and weights by RPC.
+        backend: That of the collector, if it does not say another.
+        tcpport: The port that workers dial, if the collector does not say another; 0: a free one.
+        submitit_main_conf: Parameters of submitit for the function's job, as in `slurm_kwargs`.
+        submitit_collection_conf: The same for the jobs of the workers.
+
+    Examples:
+        >>> @submitit_delayed_launcher(num_jobs=2, submitit_collection_conf={"mem_gb": 4})
+        ... def main():
+        ...     collector = DistributedCollector(
+        ...         ["CartPole-v1"] * 2, frames_per_batch=100, launcher="submitit_delayed"
+        ...     )
+    """
+    if framework not in ("distributed", "rpc"):
+        raise UsageError(f"framework must be one of distributed, rpc; got {framework!r}.")
+    options = {"backend": "rpc" if framework == "rpc" else backend, "tcp_port": tcpport}
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def submitted(*args: Any, **kwargs: Any) -> Any:
+            mine = Executor(submitit_main_conf)
+            same = {"cluster": mine.cluster, "folder": mine.folder}
+            theirs = Executor({**same, **(submitit_collection_conf or {})})
+            work = functools.partial(function, *args, **kwargs)
+            told = json.dumps({"folder": str(mine.folder), "options": options})
+            return _serve(
+                mine.run(_be_trainer, work, told, sys.path), mine.folder, theirs, num_jobs
+            )
+
+        return submitted
+
+    return decorate
+
+
+def _be_trainer(work: Callable[[], Any], told: str, path: Sequence[str]) -> Any:
+    os.environ[_VARIABLE] = told
+    add_to_path(path)
+    return work()
+
+
+def _serve(trainer: SubmititJob, folder: Path, executor: Executor, most: int) -> Any:
+    """Submit what the trainer requests until its job has ended; return what it returned."""
+    jobs: dict[Path, SubmititJob] = {}
+    try:
+        while trainer.ended() is None:
+            requests = sorted(folder.glob("*.request"))
+            for gone in jobs.keys() - set(requests):
+                jobs.pop(gone).cancel()
+            for request in requests:
+                error = _tend(request, jobs, executor, most)
+                if error is not None:
+                    _write(request.with_suffix(".error"), error.encode())
+            sleep(_EVERY)
+        return trainer.result()
+    finally:
+        for job in (trainer, *jobs.values()):
+            job.cancel()
+
+
+def _tend(
+    request: Path, jobs: dict[Path, SubmititJob], executor: Executor, most: int
+) -> str | None:
+    """Begin what is requested, or look after it; return what is wrong, if anything is."""
+    if request in jobs:
+        return jobs[request].ended()
+    if len(jobs) >= most:
+        return f"the collector has more nodes than num_jobs={most} of the launcher."
+    try:
+        jobs[request] = executor.submit(*pickle.loads(request.read_bytes()))
+    except Exception as error:
+        return str(error)
+    return None
+
+
+class Request:
+    """In the trainer's job: asks for a job for the workers of one node."""
+
+    def __init__(self, invitation: Invitation, numbers: Sequence[int]) -> None:
+        self._path = Path(_told()["folder"], f"{uuid.uuid4()}.request")
+        _write(self._path, pickle.dumps((invitation, numbers)))
+
+    def ended(self) -> str | None:
+        """Say what became of the job, if it has ended or was not accepted."""
+        error = self._path.with_suffix(".error")
+        return error.read_text() if error.exists() else None
+
+    def cancel(self) -> None:
+        """Want it no more."""
+        self._path.unlink(missing_ok=True)
+
+
+def delayed_options() -> dict[str, Any]:
+    """Return options of a collector as the decorator has them."""
+    return _told()["options"]
+
+
+def _told() -> dict[str, Any]:
+    if _VARIABLE not in os.environ:
+        raise UsageError(
+            "launcher='submitit_delayed' is for functions that submitit_delayed_launcher decorates."
+        )
+    return json.loads(os.environ[_VARIABLE])
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that others read as soon as it is there."""
+    path.with_suffix(".part").write_bytes(content)
+    path.with_suffix(".part").rename(path)

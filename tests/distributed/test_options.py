@@ -1,0 +1,170 @@
+"""Options that only collectors over machines have."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+import multi_kit as kit
+import pytest
+
+from swath.collectors import Collector, MultiAsyncCollector
+from swath.collectors.distributed import (
+    DistributedCollector,
+    DistributedDataCollector,
+    DistributedSyncCollector,
+    DistributedSyncDataCollector,
+)
+from swath.errors import UsageError
+from swath.testing import CountingEnv, check_transitions
+
+
+def refused(stranger):
+    """Tell whether the other side closes without a word."""
+    try:
+        stranger.shutdown(socket.SHUT_WR)
+        return stranger.recv(100) == b""
+    except OSError:  # it had closed before we were done
+        return True
+
+
+OPTIONS = {"frames_per_batch": 40, "launcher": "mp", "seed": 3}
+
+
+def test_old_names_and_what_sync_means():
+    assert DistributedDataCollector is DistributedCollector
+    assert DistributedSyncDataCollector is DistributedSyncCollector
+    for kind, sync, shape in (
+        (DistributedCollector, {"sync": True}, [2, 20]),
+        (DistributedCollector, {}, [40]),
+        (DistributedSyncCollector, {}, [2, 20]),
+    ):
+        with kind([CountingEnv] * 2, **OPTIONS, **sync) as collector:
+            assert isinstance(collector, kind)
+            assert type(collector).__name__ == kind.__name__
+            assert list(collector.next().batch_size) == shape
+            assert all(row["host"] == socket.gethostname() for row in collector.stats()["workers"])
+
+
+@pytest.mark.parametrize("node", ["sync", "async", MultiAsyncCollector])
+def test_several_workers_on_a_node(node):
+    options = {**OPTIONS, "total_frames": 400, "num_workers_per_collector": 2}
+    makers = [[CountingEnv] * 2, [CountingEnv] * 2]
+    with DistributedCollector(makers, sync=True, collector_class=node, **options) as collector:
+        batches = list(collector)
+        assert collector.num_workers == 4
+    assert {tuple(batch.batch_size) for batch in batches} == {(4, 2, 5)}
+    assert check_transitions(batches) == 400
+    with Collector([CountingEnv] * 8, frames_per_batch=40, total_frames=400, seed=3) as alone:
+        for ours, theirs in zip(batches, alone, strict=True):
+            assert (ours["observation"].reshape(8, 5, 3) == theirs["observation"]).all()
+
+
+def test_options_for_nodes_come_among_the_others():
+    inner = {"max_frames_per_traj": 3, "init_random_frames": 10}
+    with DistributedCollector(
+        [kit.wide] * 2, kit.Telling(), sync=True, collector_kwargs=inner, **OPTIONS
+    ) as collector:
+        data = collector.next()
+        assert data["collector", "random"].sum() == 10
+        lengths = data["collector", "traj_ids"].unique(return_counts=True)[1]
+        assert lengths.max() == 3
+    factories = [
+        {"policy_factory": lambda: kit.Telling(1)},
+        {"policy_factory": lambda: kit.Telling(2)},
+    ]
+    with DistributedCollector(
+        [kit.wide] * 2, sync=True, collector_kwargs=factories, **OPTIONS
+    ) as collector:
+        assert collector.next()["action"][:, 0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["max_weight_update_interval", "update_interval"])
+def test_weights_are_published_every_so_many_batches(name):
+    policy = kit.Telling()
+    with DistributedCollector(
+        [kit.wide] * 2, policy, sync=True, **OPTIONS, **{name: 2}
+    ) as collector:
+        for version, batch in zip([0, 0, 1, 1, 2], collector, strict=False):
+            assert (batch["collector", "policy_version"] == version).all()
+    with DistributedCollector(
+        [kit.wide] * 2, policy, sync=True, update_after_each_batch=True, **OPTIONS
+    ) as collector:
+        for version, batch in zip(range(4), collector, strict=False):
+            assert (batch["collector", "policy_version"] == version).all()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"backend": "glo"},
+            "backend must be one of gloo, nccl, mpi, rpc; got 'glo'. Did you mean",
+        ),
+        ({"launcher": "submit"}, "launcher must be one of .*; got 'submit'"),
+        ({"collector_class": "many"}, "collector_class must be one of single, sync, async"),
+        ({"num_workers_per_collector": 2}, "needs collector_class='sync' or 'async'"),
+        ({"collector_kwargs": {"seed": 1}}, "'seed' is given twice"),
+        ({"collector_kwargs": {"sede": 1}}, "has no option 'sede'. Did you mean 'seed'"),
+        ({"tcp_port": -1}, "tcp_port must be an int of at least 0"),
+        ({"link_timeout": 0}, "link_timeout must be above 0"),
+        ({"host": "203.0.113.7"}, "cannot listen on 203.0.113.7 port 0"),
+        ({"update_after_each_batch": True, "update_interval": 2}, "do not go together"),
+        ({"num_collectors": 2}, "has no option 'num_collectors'"),
+    ],
+)
+def test_bad_input_is_refused_at_construction(extra, message):
+    with pytest.raises(UsageError, match=message):
+        DistributedCollector([CountingEnv] * 2, **{**OPTIONS, **extra})
+
+
+def test_options_for_machines_are_refused_elsewhere():
+    for kind, makers in ((Collector, CountingEnv), (MultiAsyncCollector, [CountingEnv])):
+        with pytest.raises(UsageError, match=r"no option 'backend': it is for the collectors of"):
+            kind(makers, frames_per_batch=10, backend="gloo")
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}.*tcp_port"):
+            DistributedCollector([CountingEnv], tcp_port=port, **OPTIONS)
+
+
+def test_strangers_are_refused_and_logged_and_the_run_goes_on(caplog):
+    with DistributedCollector([CountingEnv] * 2, sync=True, **OPTIONS) as collector:
+        batches = [collector.next()]
+        port = collector._crew.place._gate.port
+        with caplog.at_level(logging.WARNING, "swath"):
+            for said in (b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 60, b"x" * 64):
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.recv(32)
+                    stranger.sendall(said)
+                    assert refused(stranger)
+            silent = socket.create_connection(("127.0.0.1", port))
+            batches += [collector.next() for _ in range(3)]
+            silent.close()
+            deadline = time.monotonic() + 5
+            while len(caplog.records) < 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+    assert len([one for one in caplog.records if "refused" in one.message]) == 4
+    assert "does not know the secret" in caplog.text
+    assert check_transitions(batches) == 160
+
+
+def test_nothing_of_a_stranger_is_unpickled(tmp_path):
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "harm"), "w"))
+
+    with DistributedCollector([CountingEnv], **OPTIONS) as collector:
+        body = pickle.dumps(Bomb())
+        with socket.create_connection(("127.0.0.1", collector._crew.place._gate.port)) as stranger:
+            stranger.recv(32)
+            stranger.sendall(b"x" * 64 + len(body).to_bytes(8, "little") + body)
+            assert refused(stranger)
+        collector.next()
+    assert not (tmp_path / "harm").exists()

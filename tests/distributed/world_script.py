@@ -1,0 +1,125 @@
+"""A script that all ranks of a world run; the first argument says what it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+import multi_kit as kit
+import torch
+
+from swath.collectors import Collector
+from swath.collectors.distributed import DistributedCollector
+from swath.errors import EnvError, UsageError, WorkerError
+from swath.testing import CountingEnv, SlowEnv, check_transitions
+
+
+def say(*words) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def promises(backend: str) -> None:
+    """Several collectors, one after the other, over the same ranks."""
+    options = {"frames_per_batch": 28, "backend": backend, "launch_timeout": 30}
+    counts(options)
+    seeds(options)
+    versions(options)
+    failures(options)
+    say("all kept")
+
+
+def counts(options) -> None:
+    for sync in (True, False):
+        with DistributedCollector(CountingEnv, total_frames=570, sync=sync, **options) as collector:
+            assert collector.num_workers == 2
+            batches = list(collector)
+            names = [(w["host"], w["pid"]) for w in collector.stats()["workers"]]
+        assert check_transitions(batches) == 570
+        assert len({row[0] for batch in batches for row in kit.rows(batch)}) == 2
+        assert {host for host, _ in names} == {socket.gethostname()}
+        assert len({os.getpid(), *(pid for _, pid in names)}) == 3
+    say("every transition came once")
+
+
+def seeds(options) -> None:
+    common = {"seed": 5, "total_frames": 200}
+    collector = DistributedCollector([CountingEnv] * 2, sync=True, **common, **options)
+    ours = list(collector)
+    theirs = list(Collector([CountingEnv] * 2, frames_per_batch=28, **common))
+    for a, b in zip(ours, theirs, strict=True):
+        for key in ("observation", "action", ("next", "observation"), ("next", "done")):
+            assert torch.equal(a[key], b[key])
+    say("equal seeds give equal data")
+    try:
+        DistributedCollector(CountingEnv, **options)
+    except UsageError as error:
+        say("at the same time:", error)
+    collector.shutdown()
+
+
+def versions(options) -> None:
+    policy = kit.Telling()
+    with DistributedCollector(
+        [kit.wide] * 2, policy, secret="hush", total_frames=560, **options
+    ) as collector:
+        port = collector._crew.place._invitation.port
+        with socket.create_connection(("127.0.0.1", port), 10) as stranger:
+            assert len(stranger.recv(32)) == 32
+            stranger.sendall(bytes(64))
+            assert stranger.recv(1) == b""
+        for batch in collector:
+            assert kit.told_right(batch)
+            version = collector.update_policy_weights_(policy.become(collector.policy_version + 1))
+        assert version == 20
+    say("versions are right, a stranger was refused")
+
+
+def failures(options) -> None:
+    makers = [CountingEnv, lambda: kit.Broken("step", 9, fail)]
+    with DistributedCollector(makers, **options) as collector:
+        try:
+            list(collector)
+        except EnvError as error:
+            say("env:", error)
+    collector = DistributedCollector(lambda: SlowEnv(0.002), **options)
+    collector.next()
+    collector.shutdown()  # in the middle of rollouts
+    try:
+        DistributedCollector([CountingEnv] * 3, **options)
+    except UsageError as error:
+        say("too many:", error)
+
+
+def fail():
+    raise ZeroDivisionError("on purpose")
+
+
+def death(backend: str) -> None:
+    """A rank is killed at work."""
+    broken = lambda: kit.Broken("step", 30, kit.kill(signal.SIGKILL))  # noqa: E731
+    collector = DistributedCollector(
+        [CountingEnv, broken], frames_per_batch=28, backend=backend, launch_timeout=30
+    )
+    try:
+        list(collector)
+    except WorkerError as error:
+        say("worker", error.worker, "lost:", error)
+    collector.shutdown()
+    say("shut down")
+
+
+def trainer(backend: str) -> None:
+    """Rank 0 is killed at work."""
+    collector = DistributedCollector(
+        lambda: SlowEnv(0.01), frames_per_batch=28, backend=backend, launch_timeout=30
+    )
+    collector.next()
+    say("ranks", *kit.pids_of(collector))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    {"promises": promises, "death": death, "trainer": trainer}[sys.argv[1]](sys.argv[2])
