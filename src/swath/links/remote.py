@@ -65,6 +65,10 @@ class Expected(Protocol):
         """Do what is to be done with it."""
         ...
 
+    def came(self, block: np.ndarray) -> None:
+        """Do so with what came as a block of its own, that is only lent."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Interrupt:
@@ -120,6 +124,8 @@ class RemoteLink:
                 waiting = self._begin(self._bulk.receive, expected.block)
                 self._expected.append((waiting, expected))
             self._over(self._channel.send, (message, sizes, None))
+
+    ask = send
 
     def push(self, message: Any, block: np.ndarray) -> None:
         """Send a message that the worker reads at once, also in a rollout, with a block."""

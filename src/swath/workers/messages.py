@@ -19,6 +19,7 @@ __all__ = [
     "Attach",
     "Begin",
     "Built",
+    "Call",
     "Close",
     "Collect",
     "Detach",
@@ -36,6 +37,7 @@ __all__ = [
     "Store",
     "TakeHeld",
     "TakeState",
+    "Value",
     "Weights",
 ]
 
@@ -121,7 +123,8 @@ class Store:
 
     finish: bytes
     """What is done with rollouts before, packed."""
-    handle: Handle | None
+    handle: Handle | bytes | None
+    """Of memory; or a buffer in an actor, packed."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,13 @@ class PutState:
 @dataclass(frozen=True)
 class Acknowledge:
     """Take the newest weights now; answered by `Done`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a function with what the worker holds; answered by `Value`."""
+
+    function: bytes
 
 
 @dataclass(frozen=True)
@@ -223,6 +233,13 @@ class State:
 
 
 @dataclass(frozen=True)
+class Value:
+    """What a function returned, packed."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
 class Done:
     """It is done."""
 
@@ -235,3 +252,5 @@ class Died:
     how: str
     late: float | None = None
     """It was killed since it had given no answer for so many seconds."""
+    unplaced: bool = False
+    """There was no place for it, in all the time that it had."""
