@@ -106,6 +106,17 @@ def test_calls_that_make_no_sense_meanwhile(kind):
         collector.start()
 
 
+@kinds
+def test_weights_are_not_published_behind_the_learners_back(kind):
+    with KINDS[kind](
+        frames_per_batch=20, replay_buffer=Kept(), update_at_each_batch=True
+    ) as collector:
+        with pytest.raises(UsageError, match="in the middle of a step"):
+            collector.start()
+        assert not collector.is_running()
+
+
+
 @pytest.mark.parametrize("kind", ["single", "sync", "async"])
 def test_a_failure_is_raised_by_the_next_call(kind):
     makers = [CountingEnv, lambda: CrashingEnv(at_step=50)]
