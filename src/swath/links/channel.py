@@ -104,7 +104,7 @@ class Channel:
             while self._socket.recv(1 << 16):
                 pass
         except OSError as error:
-            return not isinstance(error, TimeoutError)
+            return not isinstance(error, (TimeoutError, BlockingIOError))
         return True
 
     def close(self) -> None:
