@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import cluster_kit
 import multi_kit as kit
@@ -95,3 +96,25 @@ def test_torch_says_nothing_when_workers_end(capfd):
     with RPCCollector([CountingEnv] * 2, frames_per_batch=10, sync=True) as collector:
         collector.next()
     assert capfd.readouterr().err == ""
+
+
+def test_everything_listens_on_loopback_only():
+    before = listening()
+    with RPCCollector([CountingEnv], frames_per_batch=10) as collector:
+        assert collector.next().numel() == 10
+        ours = listening() - before
+    assert len(ours) >= 3  # the gate, the store, the agent
+    assert {address for address, _ in ours} == {"0100007F"}
+
+
+def listening() -> set[tuple[str, str]]:
+    """Return the addresses, in hexadecimal, and sockets that this process listens on."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    own = {os.readlink(link) for link in links if link.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                found.add((words[1].split(":")[0], words[9]))
+    return found

@@ -21,14 +21,15 @@ def say(*words) -> None:
     sys.stdout.flush()
 
 
-def promises(backend: str) -> None:
+def promises(*backends: str) -> None:
     """Several collectors, one after the other, over the same ranks."""
-    options = {"frames_per_batch": 28, "backend": backend, "launch_timeout": 30}
-    counts(options)
-    seeds(options)
-    versions(options)
-    failures(options)
-    say("all kept")
+    for backend in backends:
+        options = {"frames_per_batch": 28, "backend": backend, "launch_timeout": 60}
+        counts(options)
+        seeds(options)
+        versions(options)
+        failures(options)
+        say(f"{backend}: all kept")
 
 
 def counts(options) -> None:
@@ -122,4 +123,4 @@ def trainer(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    {"promises": promises, "death": death, "trainer": trainer}[sys.argv[1]](sys.argv[2])
+    {"promises": promises, "death": death, "trainer": trainer}[sys.argv[1]](*sys.argv[2:])

@@ -55,6 +55,10 @@ def _for_cluster(default: Any) -> Any:
     return field(default=default, metadata={"scopes": ("cluster",)})
 
 
+def _for_ray(default: Any) -> Any:
+    return field(default=default, metadata={"scopes": ("ray",)})
+
+
 def _for_machines(default: Any) -> Any:
     return field(default=default, metadata={"scopes": ("cluster", "ray")})
 
@@ -184,6 +188,22 @@ class Options:
     """CUDA devices of each worker, with backend="rpc"."""
     tensorpipe_options: Mapping[str, Any] | None = _for_cluster(None)
     """Further arguments of TensorPipeRpcBackendOptions, with backend="rpc"."""
+    num_collectors: int | Literal["auto"] | None = _for_ray(None)
+    """How many actors; one for each entry of `create_env_fn` by default, else "auto": as many as
+    the cluster has room for, also when that changes."""
+    max_collectors: int = _for_ray(64)
+    """So many actors at most, with num_collectors="auto"."""
+    address: str | None = _for_ray(None)
+    """Of the Ray cluster; by default the one that this process is connected to, or that RAY_ADDRESS
+    names, or one on this machine that is started for the collector."""
+    ray_init_config: Mapping[str, Any] | None = _for_ray(None)
+    """Further arguments of `ray.init`."""
+    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _for_ray(None)
+    """Options of the actors, for all or one for each: `num_cpus` (1 by default), `num_gpus`,
+    `memory`, `resources` and whatever else Ray has."""
+    placement: Literal["pack", "spread"] = _for_ray("pack")
+    """"spread": actors go to different nodes as far as possible; "pack": Ray's own way, which fills
+    nodes up to some point first."""
 
     @classmethod
     def parse(
@@ -254,6 +274,9 @@ class Options:
         _at_least("num_threads", self.num_threads, 1, "")
         _at_least("max_restarts", self.max_restarts, 0, "")
         _at_least("num_workers_per_collector", self.num_workers_per_collector, 1, "")
+        _at_least("max_collectors", self.max_collectors, 1, "")
+        if self.num_collectors not in (None, "auto"):
+            _at_least("num_collectors", self.num_collectors, 1, 'or "auto"')
         _at_least("tcp_port", self.tcp_port, 0, "0 for any that is free")
         _at_least("max_weight_update_interval", self.max_weight_update_interval, -1, "-1: never")
         _at_least("init_random_frames", self.init_random_frames, 0, "")
@@ -301,6 +324,7 @@ class Options:
             if not isinstance(value, bool):
                 raise UsageError(f"{name} must be True or False; got {value!r}.")
         _one_of("traj_format", self.traj_format, ("padded", "cat"))
+        _one_of("placement", self.placement, ("pack", "spread"))
         _one_of("memory_order", self.memory_order, ("time", "batch"))
         _one_of("cudagraph", self.cudagraph, (True, False, "auto"))
         _one_of("cat_results", self.cat_results, ("stack", 0, -1))
@@ -386,7 +410,7 @@ class Options:
             if isinstance(value, (list, tuple)):
                 if worker is None:
                     raise UsageError(f"{name} as a list is for collectors with workers.")
-                value = value[worker]
+                value = value[worker % len(value)]  # for workers that come later, too
             return None if value is None else torch.device(value)
 
         names = ("env_device", "policy_device", "storing_device")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -232,7 +233,10 @@ def checked_seed(seed: Any) -> int:
 
 
 def plan_of(options: Options, steps: int, worker: int | None = None) -> Plan:
-    """Return the part of the options that the loop reads."""
+    """Return the part of the options that the loop reads; a worker stores on the host."""
+    devices = options.devices(worker)
+    if worker is not None:
+        devices = replace(devices, storing=torch.device("cpu"))
     return Plan(
         steps=steps,
         max_frames_per_traj=options.max_frames_per_traj,
@@ -247,6 +251,6 @@ def plan_of(options: Options, steps: int, worker: int | None = None) -> Plan:
         cudagraph=options.cudagraph,
         cudagraph_policy=options.cudagraph_policy,
         env_groups=options.env_groups,
-        devices=options.devices(worker),
+        devices=devices,
         seed=options.seed,
     )

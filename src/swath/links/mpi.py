@@ -94,7 +94,7 @@ class MpiMedium:
 class _MpiBulk:
     def __init__(self, peer: int, tag: int, patience: float) -> None:
         self._comm = load_mpi().COMM_WORLD
-        self._peer, self._tag, self._patience = peer, tag, patience
+        self._where, self._patience = (peer, tag), patience
 
     def send(self, block: np.ndarray) -> Callable[[], None]:
         return self._begin(self._comm.Isend, block, _SENDING)
@@ -102,93 +102,78 @@ class _MpiBulk:
     def receive(self, block: np.ndarray) -> Callable[[], None]:
         return self._begin(self._comm.Irecv, block, _RECEIVING)
 
-    def _begin(
-        self, what: Callable[..., Any], block: np.ndarray, pause: float
-    ) -> Callable[[], None]:
-        transfer = _Transfer(self, what, block, pause)
-        _pump.watch(transfer)
+    def _begin(self, what: Any, block: np.ndarray, pause: float) -> Callable[[], None]:
+        with _turn:
+            transfer = _Transfer(self, what(block, *self._where), block, pause)
+            _watch(transfer)
         return lambda: transfer.wait(self._patience)
 
-    def start(self, what: Callable[..., Any], block: np.ndarray) -> Any:
-        """Return the request for a block."""
-        return what(block, self._peer, self._tag)
-
     def close(self) -> None:
-        _pump.forget(self)
-
-
-class _Transfer:
-    """A block under way."""
-
-    def __init__(
-        self, bulk: _MpiBulk, what: Callable[..., Any], block: np.ndarray, pause: float
-    ) -> None:
-        self.bulk, self.block, self.pause = bulk, block, pause
-        self._done, self._error = False, ""
-        with _pump.turn:
-            self.request = bulk.start(what, block)
-
-    def test(self) -> bool:
-        """Let MPI work; tell whether the request is done. To be called under the lock."""
-        if not self._done:
-            try:
-                self._done = self.request.Test()
-            except Exception as error:  # the other rank is gone
-                self._done, self._error = True, str(error)
-        return self._done
-
-    def wait(self, patience: float) -> None:
-        """Return when the block is there or gone."""
-        until = monotonic() + patience
-        while True:
-            with _pump.turn:
-                done = self.test()
-            if done:
-                break
-            if monotonic() > until:
-                raise TimeoutError(f"a transfer stood for {patience:g} s")
-            sleep(_WAITING)
-        if self._error:
-            raise ConnectionError(self._error)
-
-
-class _Pump:
-    """Tests what is under way while there is something."""
-
-    def __init__(self) -> None:
-        self.turn = threading.Lock()
-        self._under_way: list[_Transfer] = []
-        self._kept: list[_Transfer] = []
-
-    def watch(self, transfer: _Transfer) -> None:
-        with self.turn:
-            if transfer.test():
-                return
-            self._under_way.append(transfer)
-            if len(self._under_way) == 1:
-                threading.Thread(target=self._work, name="swath mpi", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            with self.turn:
-                self._under_way = [one for one in self._under_way if not one.test()]
-                if not self._under_way:
-                    return
-                pause = min(one.pause for one in self._under_way)
-            sleep(pause)
-
-    def forget(self, bulk: _MpiBulk) -> None:
-        """Give up what is under way for one worker."""
-        with self.turn:
-            for one in [one for one in self._under_way if one.bulk is bulk]:
+        """Give up what is under way."""
+        with _turn:
+            for one in [one for one in _under_way if one.bulk is self]:
                 if not one.test() and one.pause == _RECEIVING:
                     one.request.Cancel()
                 if not one.test():
-                    self._kept.append(one)
-                self._under_way.remove(one)
+                    _kept.append(one)
+                _under_way.remove(one)
 
 
-_pump = _Pump()
+@dataclass(eq=False)
+class _Transfer:
+    """A block under way."""
+
+    bulk: _MpiBulk
+    request: Any
+    block: np.ndarray
+    pause: float
+    done: bool = False
+    error: str = ""
+
+    def test(self) -> bool:
+        """Let MPI work; tell whether the request is done. To be called under the lock."""
+        if not self.done:
+            try:
+                self.done = self.request.Test()
+            except Exception as error:  # the other rank is gone
+                self.done, self.error = True, str(error)
+        return self.done
+
+    def wait(self, patience: float) -> None:
+        """Return when the block is there, or gone."""
+        until = monotonic() + patience
+        while True:
+            with _turn:
+                if self.test():
+                    break
+            if monotonic() > until:
+                raise TimeoutError(f"a transfer stood for {patience:g} s")
+            sleep(_WAITING)
+        if self.error:
+            raise ConnectionError(self.error)
+
+
+_turn = threading.Lock()
+_under_way: list[_Transfer] = []
+_kept: list[_Transfer] = []
+
+
+def _watch(transfer: _Transfer) -> None:
+    """Let the thread test it too, under the lock."""
+    if not transfer.test():
+        _under_way.append(transfer)
+        if len(_under_way) == 1:
+            threading.Thread(target=_work, name="swath mpi", daemon=True).start()
+
+
+def _work() -> None:
+    while True:
+        with _turn:
+            _under_way[:] = [one for one in _under_way if not one.test()]
+            if not _under_way:
+                return
+            pause = min(one.pause for one in _under_way)
+        sleep(pause)
 
 
 class MpiBoard:
@@ -200,13 +185,13 @@ class MpiBoard:
     def post(self, text: str) -> None:
         """Post the next text."""
         for rank in range(1, self._comm.size):
-            with _pump.turn:
+            with _turn:
                 self._comm.send(text, rank, _NEWS)
 
     def read(self) -> str:
         """Wait for the next text and return it; raises if rank 0 is gone."""
         while True:
-            with _pump.turn:
+            with _turn:
                 if self._comm.iprobe(0, _NEWS):
                     return self._comm.recv(None, 0, _NEWS)
             sleep(_READING)

@@ -26,23 +26,20 @@ import socket
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as _dist
 import torch.distributed.rpc as _rpc
 
 from swath.errors import UsageError
 from swath.links.remote import Bulk
 from swath.links.torch_distributed import store_on
 
-dist: Any = _dist  # most of what is used here has no types
-rpc: Any = _rpc
+rpc: Any = _rpc  # most of what is used here has no types
 
 __all__ = ["RpcMedium", "RpcTicket"]
 
@@ -64,9 +61,9 @@ class RpcTicket:
 
     def connect(self, own_host: str) -> Bulk:
         """Return the worker's end."""
-        store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=self.patience))
-        _slots.clear()
-        _join(store, self, f"worker{self.number}", own_host)
+        _leaving.clear()
+        _arrived.clear()
+        _join(self, f"worker{self.number}", own_host)
         return _WorkerBulk(self.patience)
 
 
@@ -95,7 +92,7 @@ class RpcMedium:
         self._store, port = store_on(host, patience)
         self._devices, self._open, self._closed = devices, 0, False
         self._base = RpcTicket(host, port, -1, patience, dict(options or {}))
-        _join(self._store, self._base, _TRAINER, host)
+        _join(self._base, _TRAINER, host)
 
     def ticket(self, number: int) -> RpcTicket:
         """Return what a worker needs."""
@@ -128,64 +125,47 @@ class _TrainerBulk:
     def __init__(self, peer: str, patience: float, on_close: Callable[[], None]) -> None:
         self._peer, self._patience, self._on_close = peer, patience, on_close
         self._sent, self._received = count(), count()
-        self._closed = False
 
     def send(self, block: np.ndarray) -> Callable[[], None]:
-        future = self._call(_take, next(self._sent), torch.from_numpy(block))
-        return lambda: self._wait(future)
+        return self._call(_take, next(self._sent), torch.from_numpy(block))
 
     def receive(self, block: np.ndarray) -> Callable[[], None]:
-        future = self._call(_fetch, next(self._received))
-        return lambda: np.copyto(block, self._wait(future).numpy())
+        wait = self._call(_fetch, next(self._received))
+        return lambda: np.copyto(block, wait().numpy())
 
-    def _call(self, what: Callable[..., Any], *args: Any) -> _Call:
-        return _Call(rpc.rpc_async(self._peer, what, args=args, timeout=0))
+    def _call(self, what: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        future = rpc.rpc_async(self._peer, what, args=args, timeout=0)
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
 
-    def _wait(self, call: _Call) -> Any:
-        if not call.done.wait(self._patience):
-            raise TimeoutError(f"a transfer stood for {self._patience:g} s")
-        return call.future.value()
+        def wait() -> Any:
+            if not done.wait(self._patience):
+                raise TimeoutError(f"a transfer stood for {self._patience:g} s")
+            return future.value()
+
+        return wait
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._on_close()
+        on_close, self._on_close = self._on_close, lambda: None
+        on_close()
 
 
-class _Call:
-    """A call under way, that one can wait for with a limit."""
-
-    def __init__(self, future: Any) -> None:
-        self.future, self.done = future, threading.Event()
-        future.add_done_callback(lambda _: self.done.set())
-
-
-@dataclass
-class _Slots:
-    """The blocks of this worker, by number: those that it sends, and those that came."""
-
-    leaving: dict[int, Any] = field(default_factory=lambda: defaultdict(torch.futures.Future))
-    arriving: dict[int, Any] = field(default_factory=dict)
-    change: threading.Condition = field(default_factory=threading.Condition)
-
-    def clear(self) -> None:
-        self.leaving.clear()
-        self.arriving.clear()
-
-
-_slots = _Slots()
+# The blocks of this worker, by number: those that leave, and those that came.
+_leaving: dict[int, Any] = defaultdict(torch.futures.Future)
+_arrived: dict[int, torch.Tensor] = {}
+_change = threading.Condition()
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _fetch(number: int) -> Any:
-    with _slots.change:
-        return _slots.leaving[number]
+    with _change:
+        return _leaving[number]
 
 
 def _take(number: int, block: torch.Tensor) -> None:
-    with _slots.change:
-        _slots.arriving[number] = block
-        _slots.change.notify_all()
+    with _change:
+        _arrived[number] = block
+        _change.notify_all()
 
 
 class _WorkerBulk:
@@ -200,9 +180,9 @@ class _WorkerBulk:
         ordered, which your process does after it has this one.
         """
         number = next(self._sent)
-        with _slots.change:
-            future = _slots.leaving[number]
-            _slots.leaving.pop(number - 2, None)
+        with _change:
+            future = _leaving[number]
+            _leaving.pop(number - 2, None)
         future.set_result(torch.from_numpy(block))
         return lambda: None
 
@@ -210,11 +190,11 @@ class _WorkerBulk:
         number = next(self._received)
 
         def wait() -> None:
-            with _slots.change:
-                while number not in _slots.arriving:
-                    if not _slots.change.wait(_LOOK):
+            with _change:
+                while number not in _arrived:
+                    if not _change.wait(_LOOK):
                         rpc.rpc_sync(_TRAINER, os.getpid, timeout=self._patience)
-                np.copyto(block, _slots.arriving.pop(number).numpy())
+                np.copyto(block, _arrived.pop(number).numpy())
 
         return wait
 
@@ -225,15 +205,15 @@ class _WorkerBulk:
 # -- joining ------------------------------------------------------------------------------------
 
 
-def _join(store: Any, ticket: RpcTicket, name: str, own_host: str) -> None:
+def _join(ticket: RpcTicket, name: str, own_host: str) -> None:
     """Start the agent of this process, at one address."""
-    global _meeting
-    given = {"rpc_timeout": ticket.patience, **ticket.options, "init_method": "swath://"}
+    host = f"[{ticket.host}]" if ":" in ticket.host else ticket.host
+    where = f"tcp://{host}:{ticket.port}"  # in your process this is the store that is there
+    given = {"rpc_timeout": ticket.patience, **ticket.options, "init_method": where}
     try:
         options = rpc.TensorPipeRpcBackendOptions(**given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"tensorpipe_options are not accepted: {error}") from error
-    _meeting = store
     rpc._init_counter = 0  # a prefix for the keys in the store; all have to have the same one
     before = os.environ.get(_INTERFACE)
     interface = _interface_of(own_host)
@@ -243,7 +223,6 @@ def _join(store: Any, ticket: RpcTicket, name: str, own_host: str) -> None:
     try:
         rpc.init_rpc(name, rank=ticket.number + 1, rpc_backend_options=options)
     finally:
-        _meeting = None
         if before is None:
             os.environ.pop(_INTERFACE, None)
 
@@ -266,15 +245,6 @@ def _quiet(on: bool) -> None:
 
 
 _levels: list[int] = []
-_meeting: Any = None
-"""The store that `init_rpc` is to use."""
-
-
-def _rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-    yield _meeting, -1, -1
-
-
-dist.register_rendezvous_handler("swath", _rendezvous)
 
 
 def _interface_of(host: str) -> str | None:

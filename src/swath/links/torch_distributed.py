@@ -98,6 +98,7 @@ def store_on(host: str, patience: float) -> tuple[Any, int]:
         True,
         timedelta(seconds=patience),
         wait_for_workers=False,
+        multi_tenant=True,  # RPC finds it by its port
         master_listen_fd=listening.detach(),
     )
     return store, port

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from swath.workers.messages import (
     Attach,
     Begin,
     Built,
+    Call,
     Close,
     Collect,
     Detach,
@@ -44,6 +46,7 @@ from swath.workers.messages import (
     Store,
     TakeHeld,
     TakeState,
+    Value,
     Weights,
 )
 from swath.workers.store import RolloutStore
@@ -91,7 +94,7 @@ class Worker:
         policy = unpack(self._job.policy)
         if self._job.makes_policy:
             policy = made_by(policy)
-        module = policy_module(policy)
+        self._policy, module = policy, policy_module(policy)
         if module is not None:
             module.to(message.plan.devices.settled(self._group, policy)[1])
         self._runner = runner_for(self._group, policy, message.plan)
@@ -116,6 +119,7 @@ class Worker:
             Acknowledge: self._acknowledge,
             TakeState: self._take_state,
             PutState: self._put_state,
+            Call: self._call,
             Store: self._store_in,
             TakeHeld: self._take_held,
         }
@@ -208,6 +212,11 @@ class Worker:
             self._weights[name].copy_(value)
         self._port.send(Done())
 
+    def _call(self, message: Call) -> None:
+        envs = getattr(self._group, "envs", [self._group])
+        about = SimpleNamespace(worker=self._job.number, envs=envs, policy=self._policy)
+        self._port.send(Value(pack(unpack(message.function)(about), "what it returned")))
+
     def _collect(self, order: Collect) -> None:
         runner, slab = self._runner, self._slabs[order.slab]
         runner.version = self._newest()
@@ -220,7 +229,8 @@ class Worker:
             report: Failed | Rolled = Failed(pack_error(error), order.slab, *done)
         else:
             report = self._stored(order, filled)
-        self._port.send(report, slab.memory.array)
+        stored = self._store is not None and isinstance(report, Rolled)
+        self._port.send(report, None if stored else slab.memory.array)
 
     def _stored(self, order: Collect, filled: Filled) -> Failed | Rolled:
         """Write a rollout to the replay buffer, if there is one for it, and tell of it."""

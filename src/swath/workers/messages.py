@@ -20,6 +20,7 @@ __all__ = [
     "Attach",
     "Begin",
     "Built",
+    "Call",
     "Close",
     "Collect",
     "Detach",
@@ -37,6 +38,7 @@ __all__ = [
     "Store",
     "TakeHeld",
     "TakeState",
+    "Value",
     "Weights",
 ]
 
@@ -124,7 +126,8 @@ class Store:
 
     finish: bytes
     """What is done with rollouts before, packed."""
-    handle: Handle | None
+    handle: Handle | bytes | None
+    """Of memory; or a buffer in an actor, packed."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,13 @@ class PutState:
 @dataclass(frozen=True)
 class Acknowledge:
     """Take the newest weights now; answered by `Done`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a function with what the worker holds; answered by `Value`."""
+
+    function: bytes
 
 
 @dataclass(frozen=True)
@@ -228,6 +238,13 @@ class State:
 
 
 @dataclass(frozen=True)
+class Value:
+    """What a function returned, packed."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
 class Done:
     """It is done."""
 
@@ -240,3 +257,5 @@ class Died:
     how: str
     late: float | None = None
     """It was killed since it had given no answer for so many seconds."""
+    unplaced: bool = False
+    """There was no place for it, in all the time that it had."""

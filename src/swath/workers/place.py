@@ -35,6 +35,11 @@ _OPEN_DESCRIPTORS = 64
 class Place(Protocol):
     """Starts workers and says how memory reaches them."""
 
+    @property
+    def launch_limit(self) -> float | None:
+        """Seconds that a worker has for its first word; None: as for any other answer."""
+        ...
+
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start these workers; each will answer `Built`."""
         ...
@@ -105,6 +110,8 @@ class Publisher(Protocol):
 class LocalPlace:
     """Processes of this machine, from the fork server."""
 
+    launch_limit = None
+
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start workers; see `Place`."""
         return {number: ProcessLink(main, payload) for number, payload in payloads.items()}
@@ -153,7 +160,7 @@ class _SharedSlabs:
     def tidy(self) -> None:
         while self._unused:
             number = self._unused.popleft()
-            for worker in range(len(self._crew)):
+            for worker in list(self._crew.links):
                 self._crew.tell(worker, Detach(number))
 
     def close(self) -> None:
