@@ -76,6 +76,7 @@ class Run(NamedTuple):
 
 
 def train(make_collector: Callable[..., Any], seed: int, frames: int) -> Run:
+    torch.set_num_threads(1)  # TorchRL's collector leaves another number behind
     torch.manual_seed(seed)
     network = Tupled()
     optimizer = torch.optim.Adam(network.parameters(), ppo.LEARNING_RATE, fused=True)
@@ -100,7 +101,6 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=100 * ppo.FRAMES_PER_BATCH)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     hush()
     print(f"{options.frames:,} frames, load average {os.getloadavg()[0]:.1f}")
     contestants = {"swath": swaths, "TorchRL": torchrls}

@@ -32,23 +32,22 @@ except ImportError:
 ENV, OBSERVATIONS, ACTIONS = "CartPole-v1", 4, 2
 WORKERS, ENVS_PER_WORKER, STEPS = 2, 8, 64
 FRAMES_PER_BATCH = WORKERS * ENVS_PER_WORKER * STEPS
-EPOCHS, MINIBATCH = 8, 256
+EPOCHS, MINIBATCH = 4, 256
 LEARNING_RATE, MAX_GRAD_NORM = 1e-3, 0.5
 
 
-def mlp(inputs: int, outputs: int, hidden: int = 64) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, hidden),
-        nn.Tanh(),
-        nn.Linear(hidden, hidden),
-        nn.Tanh(),
-        nn.Linear(hidden, outputs),
-    )
+def mlp(inputs: int, outputs: int, gain: float, hidden: int = 64) -> nn.Sequential:
+    """Two hidden layers with orthogonal weights; `gain` scales the last layer's."""
+    layers = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)
+    for layer, scale in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 def make_actor() -> ProbabilisticActor:
     """Return TorchRL's actor as it is; swath takes it, and stores what it puts out."""
-    logits = TensorDictModule(mlp(OBSERVATIONS, ACTIONS), ["observation"], ["logits"])
+    logits = TensorDictModule(mlp(OBSERVATIONS, ACTIONS, 0.01), ["observation"], ["logits"])
     return ProbabilisticActor(
         logits, in_keys=["logits"], distribution_class=Categorical, return_log_prob=True
     )
@@ -57,9 +56,18 @@ def make_actor() -> ProbabilisticActor:
 def train(seed: int, frames: int) -> list[tuple[int, float]]:
     """Return the curve: frames so far, and the mean return of the last 100 episodes."""
     torch.manual_seed(seed)
-    actor, critic = make_actor(), ValueOperator(mlp(OBSERVATIONS, 1), in_keys=["observation"])
+    actor = make_actor()
+    critic = ValueOperator(mlp(OBSERVATIONS, 1, gain=1.0), in_keys=["observation"])
     advantages = GAE(gamma=0.98, lmbda=0.8, value_network=critic)
-    loss = ClipPPOLoss(actor, critic, clip_epsilon=0.2, entropy_coeff=0.005, critic_coeff=0.5)
+    loss = ClipPPOLoss(
+        actor,
+        critic,
+        clip_epsilon=0.2,
+        entropy_coeff=0.005,
+        critic_coeff=0.5,
+        loss_critic_type="l2",
+        normalize_advantage=True,
+    )
     optimizer = torch.optim.Adam(loss.parameters(), LEARNING_RATE, fused=True)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, -(-frames // FRAMES_PER_BATCH))
     curve: list[tuple[int, float]] = []

@@ -31,8 +31,9 @@ def _children(of: int | None = None) -> set[str]:
 
 def _shared_memory() -> set[str]:
     names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    # Semaphores of multiprocessing are unlinked as soon as they are open: others' pass by here.
-    return {name for name in names if not name.startswith("sem.mp-")}
+    # Semaphores of multiprocessing are unlinked as soon as they are open, segments of MPI live as
+    # long as its job: others' pass by here, and nothing of ours has such a name.
+    return {name for name in names if not name.startswith(("sem.mp-", "sm_segment."))}
 
 
 def _descriptors() -> int:

@@ -66,6 +66,13 @@ class Mode(str, enum.Enum):
     asynchronous = "async"
 
 
+class Backend(str, enum.Enum):
+    """Where workers run."""
+
+    processes = "processes"
+    ray = "ray"
+
+
 def _option(metavar: str, text: str, least: int | None = None) -> Any:
     return typer.Option(metavar=metavar, help=text, min=least)
 
@@ -79,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return app(given or ["--help"], prog_name="swath", standalone_mode=False) or 0
         except _BadUsage as error:
             _say_error(f"error: {error.format_message()}")
-        except (SwathError, OSError) as error:
+        except (SwathError, OSError, ImportError) as error:
             _say_error(f"error: {_explained(error)}")
         except (KeyboardInterrupt, typer.Abort):
             return _INTERRUPTED
@@ -107,6 +114,10 @@ def collect(  # noqa: PLR0913 - one parameter per option
     format: Annotated[Format, typer.Option(help="How to store it.")] = Format.tensordict,
     workers: Annotated[int, _option("N", "Worker processes; 0: in this one.", 0)] = 0,
     mode: Annotated[Mode, typer.Option(help="How workers deliver.")] = Mode.sync,
+    backend: Annotated[
+        Backend, typer.Option(help="Where workers run: here, or on a Ray cluster.")
+    ] = Backend.processes,
+    address: Annotated[str | None, _option("HOST:PORT", "Of the cluster; else one here.")] = None,
 ) -> int:
     """Collect frames of an env, and say how it went.
 
@@ -119,6 +130,10 @@ def collect(  # noqa: PLR0913 - one parameter per option
     """
     if format is Format.minari and out is None:
         raise UsageError("--format minari says how to store data; add --out DIR.")
+    if address is not None and backend is not Backend.ray:
+        raise UsageError(f"--address {address} is for --backend ray.")
+    if backend is Backend.ray and not workers:
+        workers = min(envs, os.cpu_count() or 1)
     if mode is Mode.asynchronous and not workers:
         raise UsageError("--mode async says how workers deliver; add --workers N.")
     if workers > envs:
@@ -142,23 +157,34 @@ def collect(  # noqa: PLR0913 - one parameter per option
             "seed": seed,
         }
         chosen = _make_policy(policy, made, seed)
-        collector = _make_collector(env, made, chosen, workers, mode, options)
+        where = {"address": address} if backend is Backend.ray else None
+        collector = _make_collector(env, made, chosen, workers, mode, options, where)
         stack.callback(collector.shutdown)
         run = _Run(collector, writer)
         stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, run.interrupt))
         run.go(frames)
-        where = f" in {workers} workers" if workers else ""
-        run.report(f"{env}, {name} policy", f"of {frames:,}, from {envs} envs{where}")
+        who = "actors" if backend is Backend.ray else "workers"
+        by = f" in {workers} {who}" if workers else ""
+        run.report(f"{env}, {name} policy", f"of {frames:,}, from {envs} envs{by}")
     if run.failure is not None:
         raise run.failure
     return _INTERRUPTED if run.interrupted else 0
 
 
 def _make_collector(
-    env_id: str, made: Any, policy: Any, workers: int, mode: Mode, options: dict[str, Any]
+    env_id: str,
+    made: Any,
+    policy: Any,
+    workers: int,
+    mode: Mode,
+    options: dict[str, Any],
+    on_ray: dict[str, Any] | None,
 ) -> BaseCollector:
     """Return the collector that the options ask for; workers make their own envs."""
     from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+    from swath.collectors.distributed import RayCollector
+
+    on_a_cluster: Any = RayCollector
 
     envs = made.num_envs
     if not workers:
@@ -166,13 +192,16 @@ def _make_collector(
     made.close()
     bounds = [envs * number // workers for number in range(workers + 1)]
     sources = [[env_id] * (stop - start) for start, stop in pairwise(bounds)]
-    if mode is Mode.sync:
-        frames = envs * max(1, _BATCH // envs)
-        return MultiSyncCollector(
-            sources, policy, frames_per_batch=frames, cat_results=0, **options
-        )
+    all_frames = envs * max(1, _BATCH // envs)
     each = [len(source) * max(1, _BATCH // envs) for source in sources]
-    return MultiAsyncCollector(sources, policy, frames_per_batch=each, **options)
+    if mode is Mode.sync:
+        options |= {"frames_per_batch": all_frames, "cat_results": 0}
+    else:
+        options |= {"frames_per_batch": each}
+    if on_ray is not None:
+        return on_a_cluster(sources, policy, sync=mode is Mode.sync, **on_ray, **options)
+    kind: Any = MultiSyncCollector if mode is Mode.sync else MultiAsyncCollector
+    return kind(sources, policy, **options)
 
 
 @app.command()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["RandomState", "action_generator", "env_seed"]
+__all__ = ["RandomState", "action_generator", "env_seed", "env_seeds"]
 
 _numpy_global: Any = np.random  # its functions for the global generator have no type stubs
 
@@ -28,8 +28,13 @@ def env_seed(seed: int, index: int) -> int:
         >>> len({env_seed(7, i) for i in range(1000)})
         1000
     """
+    return env_seeds(seed, [index])[0]
+
+
+def env_seeds(seed: int, indices: Iterable[int]) -> list[int]:
+    """Return the seeds of the envs with these global indices; see `env_seed`."""
     base = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    return (base + index * _STRIDE) % 2**32
+    return [(base + index * _STRIDE) % 2**32 for index in indices]
 
 
 def action_generator(seed: int | None, index: int) -> np.random.Generator:
@@ -42,20 +47,31 @@ class RandomState:
     """The random state of torch, numpy and `random` that a seeded collector owns.
 
     Inside `installed()` every global draw comes from here; outside, the caller's state is back.
+
+    Args:
+        seed: Of all of them.
+        stream: The number of the collector's worker, or another that its draws are to depend on.
+        gpu: A CUDA device whose generator is one of them, too.
     """
 
-    def __init__(self, seed: int, stream: int = 0) -> None:
+    def __init__(self, seed: int, stream: int = 0, gpu: torch.device | None = None) -> None:
         child = np.random.SeedSequence(seed, spawn_key=(2, stream) if stream else (2,))
         words = child.generate_state(3, np.uint64)
         self._torch = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
+        self._gpu = gpu
+        if gpu is not None:
+            generator = torch.Generator(gpu).manual_seed(int(words[0] >> 1))
+            self._cuda = generator.get_state()
         self._numpy = np.random.MT19937(int(words[1]))
         self._normal: dict[str, Any] = {"has_gauss": 0, "gauss": 0.0}  # a normal drawn ahead
         self._python = random.Random(int(words[2])).getstate()
 
     @classmethod
-    def from_global(cls) -> RandomState:
+    def from_global(cls, gpu: torch.device | None = None) -> RandomState:
         """Return a state that continues where the global generators stand now."""
-        state = cls(0)
+        state = cls(0, gpu=gpu)
+        if gpu is not None:
+            state._cuda = torch.cuda.get_rng_state(gpu)
         state._torch = torch.get_rng_state()
         state._python = random.getstate()
         now: Any = np.random.get_state(legacy=False)
@@ -74,9 +90,15 @@ class RandomState:
         random.setstate(self._python)
         _numpy_global.set_bit_generator(self._numpy)
         np.random.set_state({**self._numpy.state, **self._normal})
+        if self._gpu is not None:
+            outer_cuda = torch.cuda.get_rng_state(self._gpu)
+            torch.cuda.set_rng_state(self._cuda, self._gpu)
         try:
             yield
         finally:
+            if self._gpu is not None:
+                self._cuda = torch.cuda.get_rng_state(self._gpu)
+                torch.cuda.set_rng_state(outer_cuda, self._gpu)
             self._torch, self._python = torch.get_rng_state(), random.getstate()
             now: Any = np.random.get_state(legacy=False)
             self._normal = {name: now[name] for name in self._normal}
@@ -92,6 +114,7 @@ class RandomState:
             "numpy": self._numpy.state,
             "normal": dict(self._normal),
             "python": self._python,
+            "cuda": None if self._gpu is None else self._cuda.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,3 +122,5 @@ class RandomState:
         self._torch = state["torch"].clone()
         self._numpy.state, self._normal = state["numpy"], dict(state["normal"])
         self._python = state["python"]
+        if self._gpu is not None and state["cuda"] is not None:
+            self._cuda = state["cuda"].clone()

@@ -106,6 +106,16 @@ def test_calls_that_make_no_sense_meanwhile(kind):
         collector.start()
 
 
+@kinds
+def test_weights_are_not_published_behind_the_learners_back(kind):
+    with KINDS[kind](
+        frames_per_batch=20, replay_buffer=Kept(), update_at_each_batch=True
+    ) as collector:
+        with pytest.raises(UsageError, match="in the middle of a step"):
+            collector.start()
+        assert not collector.is_running()
+
+
 @pytest.mark.parametrize("kind", ["single", "sync", "async"])
 def test_a_failure_is_raised_by_the_next_call(kind):
     makers = [CountingEnv, lambda: CrashingEnv(at_step=50)]
@@ -169,6 +179,33 @@ def test_the_ratio_holds_and_shutdown_does_not_wait_for_it():
         collector.async_shutdown()
         assert time.monotonic() - started < 3
         assert not collector.is_running()
+
+
+@kinds
+def test_a_pause_while_samples_are_missing_writes_what_was_made(kind):
+    buffer = ReplayBuffer(10_000, samples_per_insert=2, tolerance=0, batch_size=20)
+    with buffer, KINDS[kind](frames_per_batch=20, seed=0, replay_buffer=buffer) as collector:
+        collector.start()
+        until(lambda: collector.stats()["frames"] >= 40)  # the second batch waits for samples
+        assert buffer.stats()["frames"] == 20
+        with collector.pause():  # so that a state that is taken now has all frames
+            before = buffer.stats()["frames"]
+            assert before == collector.stats()["frames"]
+        until(lambda: collector.stats()["frames"] > before)
+        assert buffer.stats()["frames"] == before  # the ratio holds again
+
+
+def test_a_sample_beyond_the_ratio_is_an_error_when_the_collector_has_ended():
+    buffer = ReplayBuffer(500, samples_per_insert=1, tolerance=0, min_size=20, batch_size=10)
+    with (
+        buffer,
+        Collector(CountingEnv, frames_per_batch=20, total_frames=60, replay_buffer=buffer) as c,
+    ):
+        c.start()
+        for _ in range(4):
+            buffer.sample()
+        with pytest.raises(UsageError, match=r"samples_per_insert=1\), and nobody is known"):
+            buffer.sample()
 
 
 class Telling(nn.Module):

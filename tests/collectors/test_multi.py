@@ -539,6 +539,24 @@ def test_hooks_postproc_and_replay_buffer(kind):
 
 
 @KINDS
+def test_a_function_is_called_in_each_worker(kind):
+    with make(kind, [kit.wide] * 2, kit.Telling(3), frames_per_batch=10) as collector:
+        collector.next()
+        found = collector.map_fn(lambda about: (about.worker, os.getpid(), len(about.envs)))
+        rows = collector.stats()["workers"]
+        envs = 2 if kind == "beside" else 1
+        assert found == [(row["worker"], row["pid"], envs) for row in rows]
+        assert [one.item() for one in collector.get_distant_attr("policy.mean")] == [3.0] * len(
+            rows
+        )
+        with pytest.raises(Exception, match="no_such"):
+            collector.get_distant_attr("policy.no_such")
+        collector.update_policy_weights_(kit.Telling(4), wait=True)
+        assert {row["lag"] for row in collector.stats()["workers"]} == {1}
+        assert kit.told_right(collector.next(), 3) or kind != "sync"
+
+
+@KINDS
 def test_the_version_is_right_for_every_frame(kind):
     policy, batches = kit.Telling(), []
     with make(kind, [kit.wide] * 2, policy, frames_per_batch=20, total_frames=1000) as collector:
@@ -818,7 +836,7 @@ def test_bad_input_is_refused_at_construction():
             ([3], {}, "workers make their own"),
             ([CountingEnv] * 2, {"frames_per_batch": [5]}, "1 entries for 2 workers"),
             ([CountingEnv] * 2, {"create_env_kwargs": [{}]}, "1 entries for 2 workers"),
-            ([CountingEnv] * 2, {"devices": ["cpu"] * 3}, "policy_device has 3 entries for 2"),
+            ([CountingEnv] * 2, {"devices": ["cpu"] * 3}, "device has 3 entries for 2"),
             ([CountingEnv] * 2, {"num_thread": 2}, "Did you mean 'num_threads'"),
             ([CountingEnv] * 2, {"worker_timeout": 0}, "worker_timeout"),
             ([CountingEnv] * 2, {"on_worker_failure": "ignore"}, "on_worker_failure"),

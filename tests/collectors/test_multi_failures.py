@@ -498,6 +498,30 @@ def test_a_worker_that_cannot_be_made_again_ends_the_run(kind, tmp_path):
         collect(collector)
 
 
+def test_others_deliver_while_a_worker_is_started_again(tmp_path):
+    once, gate = tmp_path / "once", tmp_path / "gate"
+
+    def maker():
+        while once.exists() and not gate.exists():
+            time.sleep(0.01)
+        return kit.Broken("step", 25, kit.exit_at_once, str(once))
+
+    options = {"on_worker_failure": "restart", "frames_per_batch": 10}
+    with make("async", [CountingEnv, maker], **options) as collector:
+        batches = []
+        while collector.stats()["restarts"] == 0:
+            batches.append(collector.next())
+        made = collector.stats()["workers"][1]["frames"]
+        batches += [collector.next() for _ in range(20)]
+        assert collector.stats()["workers"][1]["frames"] == made
+        gate.touch()
+        while collector.stats()["workers"][1]["frames"] == made:
+            batches.append(collector.next())
+        rows = collector.stats()["workers"]
+    assert [row["restarts"] for row in rows] == [0, 1]
+    assert check_transitions(batches) == 10 * len(batches)
+
+
 @KINDS
 def test_a_restarted_worker_has_the_current_weights(kind, tmp_path):
     policy = kit.Telling()

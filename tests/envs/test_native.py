@@ -250,7 +250,7 @@ def test_state_stays_at_its_address(make_env: type[BatchedTorchEnv]) -> None:
 
     env = make_env(4, max_episode_steps=5)
     before = addresses(env)
-    assert before.keys() == {"_key", "_counter", "_elapsed", "_state"}
+    assert before.keys() >= {"_key", "_counter", "_elapsed", "_state"}
     env.seed(torch.arange(4))
     play(env, 10, slice(0, 4))
     env.state = torch.ones_like(env.state)

@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from swath.collectors import MultiSyncCollector
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Enough for an episode to end, for updates, and for two batches of frames after the first.
@@ -53,6 +56,20 @@ def test_a_seed_repeats_itself():
     example = loaded("ppo_cartpole")
     curves = [example.train(seed, FRAMES["ppo_cartpole"]) for seed in (5, 5, 6)]
     assert curves[0] == curves[1] != curves[2]
+
+
+def test_torchrl_sees_in_a_batch_what_we_see():
+    ours, theirs = loaded("ppo_cartpole"), loaded("ppo_torchrl_loss")
+    network = ours.ActorCritic()
+    critic = theirs.ValueOperator(network.critic, in_keys=["observation"])
+    estimate = theirs.GAE(gamma=ours.GAMMA, lmbda=ours.LAMBDA, value_network=critic)
+    with MultiSyncCollector(
+        [[ours.ENV] * 3] * 2, network, frames_per_batch=600, total_frames=600, seed=0
+    ) as collector:
+        for batch in collector:
+            assert batch["next", "done"].sum() > 10
+            expected = ours.advantages(batch, network.critic)
+            torch.testing.assert_close(estimate(batch)["advantage"].squeeze(-1), expected)
 
 
 def test_without_matplotlib_there_is_no_curve(tmp_path, monkeypatch, capsys):

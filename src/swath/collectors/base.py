@@ -101,6 +101,9 @@ class BaseCollector(abc.ABC):
         options = self.options
         if batch is not STORED:
             batch = self._finishing(batch)
+            storing = options.storing_device or options.device
+            if options.assembles and isinstance(storing, (str, torch.device)):
+                batch = batch.to(storing)
             if options.post_collect_hook is not None:
                 options.post_collect_hook(batch)
             if options.replay_buffer is not None:
@@ -189,6 +192,11 @@ class BaseCollector(abc.ABC):
         buffer = self.options.replay_buffer
         if buffer is None:
             raise UsageError("start() collects into a replay buffer; pass replay_buffer=.")
+        if self.options.update_at_each_batch or self.options.max_weight_update_interval != -1:
+            raise UsageError(
+                "weights cannot be published in the background, where your optimizer may be in the "
+                "middle of a step; call update_policy_weights_() yourself between steps."
+            )
         if self.is_running():
             raise UsageError("this collector was started already.")
         self._get_ready()

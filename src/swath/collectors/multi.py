@@ -12,128 +12,37 @@ from __future__ import annotations
 
 import abc
 import itertools
-import weakref
+import operator
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from swath.collectors.base import STORED, BaseCollector
-from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
-from swath.collectors.options import Options, Scope
-from swath.collectors.single import checked_seed, plan_of
-from swath.collectors.storing import Storing
+from swath.collectors.base import STORED
+from swath.collectors.crewed import CrewedCollector, Row
+from swath.collectors.single import checked_seed
 from swath.errors import UsageError
-from swath.links import unpack
-from swath.observe import Episodes, Shares
+from swath.links import pack, unpack
 from swath.policies import policy_module
-from swath.rollout import Plan
-from swath.workers.crew import Crew
 from swath.workers.messages import (
     Acknowledge,
-    Begin,
+    Call,
     Died,
     Failed,
     PutState,
-    Ready,
     Reset,
-    Rolled,
     SetSeed,
     TakeState,
 )
-from swath.workers.place import Place
-from swath.workers.supervisor import Supervisor
 
 __all__ = ["MultiCollector"]
 
-_IDS_PER_WORKER = 1 << 40
 
-
-class MultiCollector(BaseCollector):
+class MultiCollector(CrewedCollector):
     """Workers, their weights and their state; subclasses say which rollouts make a batch."""
-
-    _scope: Scope = "workers"
-    _without: tuple[str, ...] = ()
-    _refreshes = False
-    """New weights are taken between any two forward passes."""
-
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        parsed = Options.parse(type(self).__name__, options, self._scope, self._without)
-        parsed.check_policy(policy)
-        self._policy, self._version = policy, 0
-        sources = sources_of(create_env_fn, parsed.num_workers)
-        sources = [one for one in sources for _ in range(parsed.num_workers_per_collector)]
-        jobs = jobs_of(sources, policy, parsed, self._refreshes)
-        super().__init__(parsed)
-        self.num_workers = len(jobs)
-        self._supervisor = Supervisor(parsed.on_worker_failure == "restart", parsed.max_restarts)
-        self._incarnations = itertools.count(len(jobs))
-        self._held: deque[tuple[Any, int]] = deque()
-        self._broken_rollouts: deque[tuple[TensorDict, int]] = deque()
-        self._open_ids: dict[int, Sequence[int]] = {}
-        self._made = [0] * len(jobs)
-        self._episodes, self._shares = Episodes(0), Shares()
-        self._first_collect: float | None = None
-        self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
-        self._slabs = self._crew.place.slabs(self._crew)
-        self._storing = Storing(parsed, self._finishing, self._crew, self._supervisor)
-        self._ender = weakref.finalize(self, self._crew.close, 0.0)
-        try:
-            self._start()
-        except BaseException:
-            self._ender.detach()
-            self._crew.close(0.0)
-            raise
-
-    # -- construction ---------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        numbers = range(self.num_workers)
-        self._crew.launch(numbers)
-        built = self._supervisor.checked(self._crew.answers(numbers))
-        self._envs = [built[number].num_envs for number in numbers]
-        self._firsts = [sum(self._envs[:number]) for number in numbers]
-        self._plans = self._plan()
-        ready = self._supervisor.checked(
-            self._crew.call({number: Begin(plan) for number, plan in enumerate(self._plans)})
-        )
-        self._forms: Ready = ready[0]
-        for number in numbers:
-            check_equal(self._forms, ready[number], number)
-        self._block = self._crew.place.weights(self._crew, self._forms.weights)
-        for number in numbers:
-            self._block.begin(number)
-
-    def _plan(self) -> list[Plan]:
-        """Return what each worker is to do."""
-        plans = []
-        quotas = split(self.options.init_random_frames, self._firsts, self._envs)
-        for number, (steps, quota) in enumerate(zip(self._steps(), quotas, strict=True)):
-            plan = plan_of(self.options, steps)
-            plans.append(
-                replace(
-                    plan,
-                    init_random_frames=quota,
-                    first_env=self._firsts[number],
-                    first_traj_id=number * _IDS_PER_WORKER,
-                    worker=number,
-                    marks_worker=self._refreshes,
-                    masked=self.options.preemptive_threshold is not None,
-                )
-            )
-        return plans
-
-    def _place(self, count: int) -> Place | None:
-        """Return where so many workers run; None for processes of this machine."""
-        return None
-
-    @abc.abstractmethod
-    def _steps(self) -> list[int]:
-        """Return how many steps a rollout of each worker has."""
 
     # -- rollouts -------------------------------------------------------------------------------
 
@@ -145,7 +54,7 @@ class MultiCollector(BaseCollector):
         self._writer = "workers" if reason is None else f"this process: {reason}"
         if reason is None:
             self._settle()  # what comes of that is for this process to write
-            self._storing.share(*range(self.num_workers))
+            self._storing.share(*self._up())
             self._storing.on = True
 
     def _rest(self) -> None:
@@ -192,57 +101,6 @@ class MultiCollector(BaseCollector):
     def _gather(self, frames_left: float) -> tuple[Any, int] | None:
         """Return the next rollout; None if there is nothing more to collect."""
 
-    @abc.abstractmethod
-    def _settle(self) -> None:
-        """Wait for all rollouts that are under way, and hold them."""
-
-    def _count(self, worker: int, rolled: Rolled) -> None:
-        """Take over what a worker tells of a rollout."""
-        self._episodes.record(rolled.episodes)
-        self._shares.add(rolled.shares)
-        self._open_ids[worker] = rolled.open_ids
-        self._made[worker] += rolled.frames
-        self._storing.hear(worker, rolled)
-
-    @abc.abstractmethod
-    def _mend(self, worker: int, event: Failed | Died) -> None:
-        """Restart a worker that failed and order again what it owes; otherwise raise."""
-
-    def _recovered(self, worker: int, event: Failed | Died) -> None:
-        """Restart a worker that failed, or raise what happened."""
-        storing = isinstance(event, Failed) and event.storing  # it is not the worker that failed
-        if storing or not self._supervisor.forgives():
-            raise self._supervisor.error(worker, event)
-        try:
-            self._restart(worker)
-        except KeyboardInterrupt:
-            self._crew.tell_again(worker, event)  # so that who goes on begins with it
-            raise
-
-    def _restart(self, worker: int) -> None:
-        self._supervisor.lost_trajectories.extend(self._open_ids.pop(worker, ()))
-        self._supervisor.lost_rollouts += 1
-        if self._assembler is not None:
-            self._assembler.discard_open(self._supervisor.lost_trajectories)
-        self._crew.dismiss(worker)
-        self._crew.launch([worker])
-        incarnation = next(self._incarnations)
-        generation = incarnation - self.num_workers + 1
-        plan = replace(
-            self._plans[worker],
-            first_stream=self._firsts[worker] + generation * sum(self._envs),
-            first_traj_id=incarnation * _IDS_PER_WORKER,
-            init_random_frames=max(0, self._plans[worker].init_random_frames - self._made[worker]),
-        )
-        answer = self._crew.answers([worker])[worker]
-        if not isinstance(answer, (Failed, Died)):
-            answer = self._crew.call({worker: Begin(plan)})[worker]
-        if isinstance(answer, (Failed, Died)):
-            self._recovered(worker, answer)
-            return
-        self._block.begin(worker)
-        self._storing.forget(worker)
-
     def _broken(self) -> TensorDict | None:
         if not self._broken_rollouts:
             return None
@@ -282,12 +140,10 @@ class MultiCollector(BaseCollector):
                 "publish; pass the weights: update_policy_weights_(policy)."
             )
         numbers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        numbers = list(range(self.num_workers)) if numbers is None else list(numbers)
-        unknown = [number for number in numbers if number not in range(self.num_workers)]
+        numbers = list(self._numbers if numbers is None else numbers)
+        unknown = [number for number in numbers if number not in self._numbers]
         if unknown:
-            raise UsageError(
-                f"worker_ids {unknown} do not exist; workers are 0 to {self.num_workers - 1}."
-            )
+            raise UsageError(f"worker_ids {unknown} do not exist; workers are {self._numbers}.")
         block, later = self._block, self._publishes_later()
         block.publish({} if source is None else source, self._version + 1, numbers, later)
         self._version += 1
@@ -300,7 +156,8 @@ class MultiCollector(BaseCollector):
     def _acknowledge(self, numbers: Sequence[int], later: bool) -> None:
         if later:
             self._settle()
-        for number, answer in self._crew.call(dict.fromkeys(numbers, Acknowledge())).items():
+        there = [number for number in numbers if number not in self._starting]
+        for number, answer in self._crew.call(dict.fromkeys(there, Acknowledge())).items():
             if isinstance(answer, (Failed, Died)):
                 self._mend(number, answer)
 
@@ -325,33 +182,33 @@ class MultiCollector(BaseCollector):
         return seed
 
     def _seed_all(self, message: SetSeed) -> None:
-        self._settle()
+        self._calm()
         self._held.clear()
+        self._seed = message.seed
         self._tell_all(message)
 
     def reset(self) -> None:
         """Start new episodes with the next rollouts; open ones are cut where they stand."""
         self._check_open()
         with self.pause():
-            self._settle()
+            self._calm()
             self._tell_all(Reset())
 
     def _tell_all(self, message: SetSeed | Reset) -> None:
         """Let all workers cut their episodes off, in one way or the other."""
-        self._supervisor.checked(self._crew.call(dict.fromkeys(range(self.num_workers), message)))
+        self._supervisor.checked(self._crew.call(dict.fromkeys(self._up(), message)))
         if self._assembler is not None:
             self._assembler.discard_open()
 
     def _stats(self) -> dict[str, Any]:
-        seconds = perf_counter() - (self._first_collect or perf_counter())
         return {
             "frames": self._frames,
             "batches": self._batches,
-            "frames_per_second": sum(self._made) / seconds if seconds else 0.0,
+            "frames_per_second": self._speed(sum(row.frames for row in self._rows.values())),
             "time": self._shares.as_dict(),
             **self._episodes.as_dict(),
             "policy_version": self._version,
-            "workers": [self._row(number) for number in range(self.num_workers)],
+            "workers": [self._about(number) for number in self._numbers],
             "restarts": self._supervisor.restarts,
             "lost": {
                 "rollouts": self._supervisor.lost_rollouts,
@@ -359,21 +216,54 @@ class MultiCollector(BaseCollector):
             },
         }
 
-    def _row(self, number: int) -> dict[str, Any]:
-        link = self._crew.links.get(number)
+    def _speed(self, frames: int) -> float:
+        seconds = perf_counter() - (self._first_collect or perf_counter())
+        return frames / seconds if seconds else 0.0
+
+    def _about(self, number: int) -> dict[str, Any]:
+        link, row = self._crew.links.get(number), self._rows[number]
         pid, host = (None, None) if link is None else (link.pid, link.host)
-        return {"pid": pid, "host": host, "frames": self._made[number]}
+        return {
+            "worker": number,
+            "pid": pid,
+            "host": host,
+            "frames": row.frames,
+            "frames_per_second": self._speed(row.frames),
+            "lag": self._version - row.version,
+            "restarts": row.restarts,
+        }
+
+    def map_fn(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call a function in each worker, between two rollouts, and return what it returned.
+
+        Args:
+            function: Of one argument, which has `worker` (a number), `envs` (a list) and `policy`.
+        """
+        self._check_open()
+        message = Call(pack(function, "function"))
+        with self.pause():
+            self._calm(everyone=True)
+            answers = self._supervisor.checked(
+                self._crew.call(dict.fromkeys(self._numbers, message))
+            )
+        return [unpack(answers[number].value) for number in self._numbers]
+
+    def get_distant_attr(self, path: str) -> list[Any]:
+        """Return an attribute in each worker, such as `"policy.weight"`; see `map_fn`."""
+        return self.map_fn(operator.attrgetter(path))
 
     def _source_state(self) -> Any:
-        self._settle()
-        messages = dict.fromkeys(range(self.num_workers), TakeState())
-        states = self._supervisor.checked(self._crew.call(messages))
+        self._calm(everyone=True)
+        states = self._supervisor.checked(
+            self._crew.call(dict.fromkeys(self._numbers, TakeState()))
+        )
         return {
-            "workers": [states[number].state for number in range(self.num_workers)],
+            "workers": [states[number].state for number in self._numbers],
             "held": [(batch.clone(), frames) for batch, frames in self._held],
             "incarnation": next(self._incarnations),
             "version": self._version,
-            "made": list(self._made),
+            "made": [self._rows[number].frames for number in self._numbers],
+            "next_env": self._next_env,
             "episodes": self._episodes.state_dict(),
         }
 
@@ -383,18 +273,19 @@ class MultiCollector(BaseCollector):
                 f"this state is of {len(state['workers'])} workers; this collector has "
                 f"{self.num_workers}."
             )
-        self._settle()
-        self._supervisor.checked(
-            self._crew.call({n: PutState(inner) for n, inner in enumerate(state["workers"])})
-        )
+        self._calm(everyone=True)
+        inner = dict(zip(self._numbers, state["workers"], strict=True))
+        self._supervisor.checked(self._crew.call({n: PutState(one) for n, one in inner.items()}))
         self._held = deque(state["held"])
         self._incarnations = itertools.count(state["incarnation"])
         self._episodes.load_state_dict(state["episodes"])
-        self._version, self._made = state["version"], list(state["made"])
-        versions = [unpack(inner)[0]["version"] for inner in state["workers"]]
-        for version in set(versions):  # for workers that are restarted later
-            holders = [number for number, one in enumerate(versions) if one == version]
-            self._block.publish(unpack(state["workers"][holders[0]])[1], version, holders)
+        self._version, self._next_env = state["version"], max(self._next_env, state["next_env"])
+        versions = {number: unpack(one)[0]["version"] for number, one in inner.items()}
+        for number, made in zip(self._numbers, state["made"], strict=True):
+            self._rows[number] = Row(made, versions[number])
+        for version in set(versions.values()):  # for workers that are restarted later
+            holders = [number for number, one in versions.items() if one == version]
+            self._block.publish(unpack(inner[holders[0]])[1], version, holders)
 
     def _shutdown(self, timeout: float) -> None:
         self._ender.detach()

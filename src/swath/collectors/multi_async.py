@@ -15,7 +15,7 @@ from swath.collectors.multi import MultiCollector
 from swath.collectors.options import Options
 from swath.collectors.single import steps_for
 from swath.memory import Layout, Slab, SlabPool
-from swath.rollout import Filled, lend
+from swath.rollout import Filled, Transfer, lend
 from swath.workers.messages import Died, Failed, Rolled
 
 __all__ = ["AsyncCollector", "MultiAsyncCollector"]
@@ -64,33 +64,37 @@ class MultiAsyncCollector(MultiCollector):
     _refreshes = True
 
     def _start(self) -> None:
-        self._ordered: list[deque[_Order]] = [deque() for _ in range(self.num_workers)]
+        self._ordered: dict[int, deque[_Order]] = {n: deque() for n in self._numbers}
         self._ready: list[tuple[_Order, Any, int]] = []
+        self._owed: dict[int, list[int]] = {}
         self._order_numbers = itertools.count()
         self._frozen: set[int] = set()
+        self._transfers: dict[int, Transfer | None] = {}
         super()._start()
-        self._pools = [self._new_pool(worker) for worker in range(self.num_workers)]
+        self._pools = {worker: self._new_pool(worker) for worker in self._numbers}
 
     def _new_pool(self, worker: int) -> SlabPool:
         envs, plan = self._envs[worker], self._plans[worker]
         layout = Layout(self._forms.fields, plan.steps, envs, plan.memory_order)
+        self._transfers[worker] = self._transfer(layout, worker)
         return SlabPool(lambda: self._slabs.make(layout, {worker: (0, envs)}))
 
     def _steps(self) -> list[int]:
         each = each_of("frames_per_batch", self.options.frames_per_batch, self.num_workers)
-        return [steps_for(one, envs) for one, envs in zip(each, self._envs, strict=True)]
+        return [steps_for(one, self._envs[n]) for n, one in zip(self._numbers, each, strict=True)]
 
     @property
     def frames_per_batch(self) -> int:
         """Frames of a full batch; of the largest if the workers' differ."""
-        return max(p.steps * n for p, n in zip(self._plans, self._envs, strict=True))
+        known = [number for number in self._numbers if number in self._envs]
+        return max(self._plans[number].steps * self._envs[number] for number in known)
 
     # -- a batch --------------------------------------------------------------------------------
 
     def _gather(self, frames_left: float) -> tuple[Any, int] | None:
         self._order(frames_left, 1)
         while (place := self._next()) is None:
-            if not any(self._ordered):
+            if not any(self._ordered.values()) and not self._starting:
                 return None
             self._listen()
             self._order(frames_left, 1)
@@ -105,7 +109,7 @@ class MultiAsyncCollector(MultiCollector):
         """
         if self.options.max_lag is None:
             return 0 if self._ready else None
-        under_way = [one for orders in self._ordered for one in orders]
+        under_way = [one for orders in self._ordered.values() for one in orders]
         under_way = sorted([*under_way, *[one[0] for one in self._ready]], key=lambda o: o.number)
         for place, (order, _, _) in enumerate(self._ready):
             others = [one for one in under_way if one is not order]
@@ -116,8 +120,9 @@ class MultiAsyncCollector(MultiCollector):
 
     def _lent(self, worker: int, filled: Filled) -> TensorDict:
         interface = self._forms.interface
-        lead = (self._envs[worker],) if interface.batched else ()
-        return lend(self._pools[worker], filled, interface.observations, lead)
+        lead = (self._envs[worker],) if interface.batched or self._envs[worker] > 1 else ()
+        transfer = self._transfers[worker]
+        return lend(self._pools[worker], filled, interface.observations, lead, transfer)
 
     def _order(self, frames_left: float, wanted: int) -> None:
         """Order as many rollouts as may be under way, for those first who have fewest.
@@ -126,15 +131,19 @@ class MultiAsyncCollector(MultiCollector):
             frames_left: How many frames may be delivered yet.
             wanted: How many batches are delivered before new weights can come: 1 or 0.
         """
-        waiting = [sum(one[0].worker == w for one in self._ready) for w in range(self.num_workers)]
+        up = self._up()
         left = frames_left - sum(frames for _, _, frames in self._ready)
-        for worker, orders in enumerate(self._ordered):
+        for worker, orders in self._ordered.items():
             left -= sum(order.steps * self._envs[worker] for order in orders)
+        for worker in self._starting:
+            left -= sum(steps * self._envs[worker] for steps in self._owed.get(worker, ()))
         most = None if self.options.max_lag is None else self.options.max_lag + wanted
-        busy = [waiting[w] + len(self._ordered[w]) for w in range(self.num_workers)]
-        while left > 0 and (most is None or sum(busy) < most):
-            free = [w for w in range(self.num_workers) if w not in self._frozen]
-            worker = min(free, key=lambda w: (busy[w], self._made[w]), default=-1)
+        busy = {w: len(self._ordered[w]) for w in up}
+        for order, _, _ in self._ready:
+            busy[order.worker] = busy.get(order.worker, 0) + 1
+        while left > 0 and (most is None or sum(busy.values()) < most):
+            free = [w for w in up if w not in self._frozen]
+            worker = min(free, key=lambda w: (busy[w], self._rows[w].frames), default=-1)
             if worker < 0 or busy[worker] >= _AHEAD:
                 return
             envs = self._envs[worker]
@@ -149,26 +158,29 @@ class MultiAsyncCollector(MultiCollector):
         self._ordered[worker].append(order)
         self._slabs.order(worker, slab, (0, self._envs[worker]), steps)
 
-    def _listen(self) -> None:
-        """Take the next report."""
-        worker, report = self._crew.next()
-        if isinstance(report, Rolled):
-            self._count(worker, report)
-            order = self._ordered[worker].popleft()
-            if report.all_frozen:
-                self._frozen.add(worker)
-            batch: Any = STORED
-            if report.frames and not order.stored:
-                batch = self._lent(worker, Filled(order.slab, report.steps, report.frames))
-            else:
-                self._pools[worker].give_back(order.slab)
-            if report.frames:
-                self._ready.append((order, batch, report.frames))
-        elif isinstance(report, (Failed, Died)):
-            self._mend(worker, report)
+    def _rolled(self, worker: int, rolled: Rolled) -> None:
+        order = self._ordered[worker].popleft()
+        if rolled.all_frozen:
+            self._frozen.add(worker)
+        batch: Any = STORED
+        if rolled.frames and not order.stored:
+            batch = self._lent(worker, Filled(order.slab, rolled.steps, rolled.frames))
+        else:
+            self._pools[worker].give_back(order.slab)
+        if rolled.frames:
+            self._ready.append((order, batch, rolled.frames))
+
+    def _joined(self, worker: int) -> None:
+        self._ordered[worker] = deque()
+        self._pools[worker] = self._new_pool(worker)
+        for steps in self._owed.pop(worker, ()):
+            self._send(worker, self._pools[worker].take(), steps)
+
+    def _needs(self, worker: int) -> bool:
+        return not self._up()
 
     def _mend(self, worker: int, event: Failed | Died) -> None:
-        orders = self._ordered[worker]
+        orders = self._ordered.setdefault(worker, deque())
         try:
             self._recovered(worker, event)
         except Exception:
@@ -181,16 +193,15 @@ class MultiAsyncCollector(MultiCollector):
                     kept = (self._lent(worker, filled), event.frames)
                     self._broken_rollouts.append(kept)
             raise
-        again = [order.steps for order in orders]
+        self._owed.setdefault(worker, []).extend(order.steps for order in orders)
         orders.clear()
-        self._pools[worker] = self._new_pool(worker)
-        for steps in again:
-            self._send(worker, self._pools[worker].take(), steps)
+        if isinstance(event, Died) and event.unplaced:
+            del self._owed[worker]  # for others to make
 
     # -- between batches ------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        while any(self._ordered):
+        while any(self._ordered.values()):
             self._listen()
         self._held.extend(one[1:] for one in self._ready)
         self._ready.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +29,7 @@ class _Round:
     """A batch in the making."""
 
     slab: Slab
-    steps: list[int]
+    steps: dict[int, int]
     waiting: set[int]
     rows: dict[int, int] = field(default_factory=dict)
     """The rows that each worker has filled."""
@@ -70,49 +72,60 @@ class MultiSyncCollector(MultiCollector):
     def _start(self) -> None:
         self._round: _Round | None = None
         super()._start()
-        total = sum(self._envs)
-        longest = max(plan.steps for plan in self._plans)
-        layout = Layout(self._forms.fields, longest, total, self.options.memory_order)
-        self._spans = {
-            number: (first, first + count)
-            for number, (first, count) in enumerate(zip(self._firsts, self._envs, strict=True))
-        }
-        self._pool = SlabPool(lambda: self._slabs.make(layout, self._spans))
+        self._use(self._numbers)
+
+    def _use(self, members: Sequence[int]) -> None:
+        """Let the next batches be of these workers."""
+        stops = list(itertools.accumulate(self._envs[number] for number in members))
+        spans = zip([0, *stops], stops, strict=False)
+        self._members = dict(zip(members, spans, strict=True))
         self._lead = self._arranged()
+        longest = max(self._plans[number].steps for number in members)
+        layout = Layout(self._forms.fields, longest, stops[-1], self.options.memory_order)
+        spans_now = self._members
+        self._pool = SlabPool(lambda: self._slabs.make(layout, spans_now))
+        storing = {str(self.options.devices(number).storing) for number in members}
+        if len(storing) > 1:
+            raise UsageError(
+                f"storing_device is {sorted(storing)}; a batch of all workers is stored on one "
+                "device. Give one, or use MultiAsyncCollector."
+            )
+        self._moved = self._transfer(layout, members[0])
 
     def _steps(self) -> list[int]:
-        frames = self.options.frames_per_batch
+        frames, envs = self.options.frames_per_batch, list(self._envs.values())
         if isinstance(frames, int):
-            return [steps_for(frames, sum(self._envs))] * self.num_workers
+            return [steps_for(frames, sum(envs))] * self.num_workers
         each = each_of("frames_per_batch", frames, self.num_workers)
-        return [steps_for(one, envs) for one, envs in zip(each, self._envs, strict=True)]
+        return [steps_for(*pair) for pair in zip(each, envs, strict=True)]
 
     def _arranged(self) -> tuple[int, ...]:
         """Return how the envs of all workers are arranged in a batch, before any concatenation."""
-        batched, total = self._forms.interface.batched, sum(self._envs)
+        envs = [self._envs[number] for number in self._members]
+        steps = [self._plans[number].steps for number in self._members]
+        batched, total = self._forms.interface.batched, sum(envs)
         if self._assembler is not None:
             return (total,)
-        even = len(set(self._envs)) == 1
-        even_steps = len({plan.steps for plan in self._plans}) == 1
+        even, even_steps = len(set(envs)) == 1, len(set(steps)) == 1
         how = self.options.cat_results
         if not even and how != 0:
             raise UsageError(
-                f"the workers have {self._envs} envs; with different numbers of envs cat_results "
+                f"the workers have {envs} envs; with different numbers of envs cat_results "
                 "must be 0."
             )
         if not even_steps and (how == "stack" or (how == 0 and batched)):
             raise UsageError(
-                f"the workers make {[plan.steps for plan in self._plans]} steps; with different "
-                "numbers of steps cat_results must be -1."
+                f"the workers make {steps} steps; with different numbers of steps cat_results "
+                "must be -1."
             )
         if how == 0 and batched:
             return (total,)
-        return (self.num_workers, self._envs[0]) if batched else (self.num_workers,)
+        return (len(envs), envs[0]) if batched else (len(envs),)
 
     @property
     def frames_per_batch(self) -> int:
         """Frames of a full batch."""
-        return sum(p.steps * n for p, n in zip(self._plans, self._envs, strict=True))
+        return sum(self._plans[number].steps * self._envs[number] for number in self._members)
 
     # -- a batch --------------------------------------------------------------------------------
 
@@ -128,7 +141,7 @@ class MultiSyncCollector(MultiCollector):
         self._finish()
         done, self._round = self._round, None
         assert done is not None
-        if not any(done.rows.values()) and len(done.frozen) == self.num_workers:
+        if not any(done.rows.values()) and len(done.frozen) == len(self._members):
             self._pool.give_back(done.slab)
             return None
         batch, frames = self._outcome(done)
@@ -139,59 +152,70 @@ class MultiSyncCollector(MultiCollector):
     def _begin(self, frames_left: float) -> None:
         """Order one rollout of each worker."""
         self._block.direct()
+        fewer = [number for number in self._members if number in self._numbers]
+        members = fewer + [n for n in self._up() if n not in self._members]
+        if members != list(self._members):
+            self._use(members)
         whole = self.frames_per_batch
         left = int(min(frames_left, whole))
-        steps = [-(-plan.steps * left // whole) for plan in self._plans]
+        steps = {n: -(-self._plans[n].steps * left // whole) for n in self._members}
         slab = self._pool.take()
         if self._supervisor.restart and not self._slabs.can_share(slab):
             slab = self._pool.make()  # one that a restarted worker can be given
-        self._round = _Round(slab, steps, set(range(self.num_workers)), stored=self._storing.on)
-        for worker, count in enumerate(steps):
-            self._crew.interrupt(worker, False)
-            self._slabs.order(worker, slab, self._spans[worker], count)
+        self._round = _Round(slab, steps, set(self._members), stored=self._storing.on)
+        for worker, count in steps.items():
+            if worker not in self._starting:
+                self._crew.interrupt(worker, False)
+                self._slabs.order(worker, slab, self._members[worker], count)
 
     def _finish(self) -> None:
         """Wait until all workers have told of their part; a failure is raised or mended."""
         current = self._round
         assert current is not None
         while current.waiting:
-            worker, report = self._crew.next()
-            if isinstance(report, Rolled):
-                self._count(worker, report)
-                current.rows[worker] = report.steps
-                current.frames += report.frames
-                if report.all_frozen:
-                    current.frozen.add(worker)
-                current.waiting.discard(worker)
-                self._preempt(current)
-            elif isinstance(report, (Failed, Died)):
-                told = current.failed
-                try:
-                    self._mend(worker, report)
-                except Exception:
-                    if not told:  # the first failure of a round is the one that is told
-                        raise
+            self._listen()
+
+    def _rolled(self, worker: int, rolled: Rolled) -> None:
+        current = self._round
+        assert current is not None
+        current.rows[worker] = rolled.steps
+        current.frames += rolled.frames
+        if rolled.all_frozen:
+            current.frozen.add(worker)
+        current.waiting.discard(worker)
+        self._preempt(current)
 
     def _preempt(self, current: _Round) -> None:
         """Stop those who are not done once enough are."""
         threshold = self.options.preemptive_threshold
-        if threshold is not None and len(current.rows) >= threshold * self.num_workers:
+        if threshold is not None and len(current.rows) >= threshold * len(self._members):
             for worker in current.waiting:
                 self._crew.interrupt(worker)
 
     def _mend(self, worker: int, event: Failed | Died) -> None:
         current = self._round
+        told = current is not None and current.failed
         try:
             self._recovered(worker, event)
         except Exception:
             if current is not None:
                 self._give_up(current, worker, event)
-            raise
-        self._pool = SlabPool(self._pool.make)
+            if not told:  # the first failure of a round is the one that is told
+                raise
+
+    def _joined(self, worker: int) -> None:
+        current = self._round
+        if worker in self._members:
+            self._pool = SlabPool(self._pool.make)  # of slabs that this one knows, too
         if current is not None and worker in current.waiting:
-            self._slabs.share(current.slab, worker, self._spans[worker])
-            steps = current.steps[worker]
-            self._slabs.order(worker, current.slab, self._spans[worker], steps)
+            span = self._members[worker]
+            self._slabs.share(current.slab, worker, span)
+            self._slabs.order(worker, current.slab, span, current.steps[worker])
+            if current.failed:
+                self._crew.interrupt(worker)
+
+    def _needs(self, worker: int) -> bool:
+        return worker in self._members
 
     def _give_up(self, current: _Round, worker: int, event: Failed | Died) -> None:
         """Note what is whole of a round that fails, and stop the others."""
@@ -231,13 +255,14 @@ class MultiSyncCollector(MultiCollector):
             Filled(done.slab, steps, frames, mask_beside),
             self._forms.interface.observations,
             self._lead,
+            self._moved,
         )
         return self._concatenated(batch, done), frames
 
     def _mask(self, done: _Round, steps: int) -> np.ndarray:
         """Return which rows were filled, `[T, N]`, after clearing those that were not."""
-        mask = np.ones((steps, sum(self._envs)), bool)
-        for worker, (start, stop) in self._spans.items():
+        mask = np.ones((steps, done.slab.layout.envs), bool)
+        for worker, (start, stop) in self._members.items():
             rows = done.rows.get(worker, 0)
             mask[rows:, start:stop] = False
             if worker in done.masks:
@@ -253,7 +278,7 @@ class MultiSyncCollector(MultiCollector):
         batched = self._forms.interface.batched
         if self._assembler is not None or how == "stack" or (how == 0 and batched):
             return batch
-        parts = [batch[w][..., : done.rows.get(w, 0)] for w in range(self.num_workers)]
+        parts = [batch[i][..., : done.rows.get(w, 0)] for i, w in enumerate(self._members)]
         joined: TensorDict = torch.cat(parts, -1)
         joined.names = [*[None] * (joined.batch_dims - 1), "time"]
         return joined

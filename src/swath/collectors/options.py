@@ -10,13 +10,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from tensordict.nn import InteractionType
 
 from swath.errors import UsageError, nearest
 from swath.memory import MemoryOrder
+from swath.rollout import Devices
 
 __all__ = ["Options", "Scope"]
 
@@ -27,9 +28,11 @@ _LEAST = {
     "num_workers": 1,
     "max_lag": 0,
 }
+Device: TypeAlias = "str | torch.device | None"
+
 _OLD_NAMES = {
     "exploration_mode": "exploration_type",
-    "devices": "policy_device",
+    "devices": "device",
     "passing_devices": "storing_device",
     "update_after_each_batch": "update_at_each_batch",
     "update_interval": "max_weight_update_interval",
@@ -50,6 +53,10 @@ def _for_workers(default: Any) -> Any:
 
 def _for_cluster(default: Any) -> Any:
     return field(default=default, metadata={"scopes": ("cluster",)})
+
+
+def _for_ray(default: Any) -> Any:
+    return field(default=default, metadata={"scopes": ("ray",)})
 
 
 def _for_machines(default: Any) -> Any:
@@ -97,21 +104,28 @@ class Options:
     """Anything with `extend`: batches go there, and iteration yields None."""
     policy_factory: Callable[[], Any] | None = None
     """Makes the policy; instead of `policy`."""
+    env_groups: int = 1
+    """Let so many groups of envs take turns: one steps while a GPU computes the actions of another.
+    A batch stays as it is."""
     compile_policy: bool | Mapping[str, Any] = False
     """Run the policy through `torch.compile`; a mapping holds its keyword arguments."""
+    cudagraph: bool | Literal["auto"] = "auto"
+    """Run a whole rollout of torch-native envs on a GPU as one CUDA graph: where it can be and the
+    policy is a module ("auto"), or else be refused (True)."""
     cudagraph_policy: bool = False
-    """Run the policy in a CUDA graph; needs a policy on a CUDA device."""
+    """Run the policy of envs on the CPU as a CUDA graph; needs a policy on a CUDA device."""
     update_at_each_batch: bool = False
     """Publish the weights between two batches, when you ask for the next, as
     `update_policy_weights_()` does."""
-    device: str | torch.device | None = None
-    """Sets the three below where they are not given."""
-    env_device: str | torch.device | None = None
-    """Where envs live."""
-    policy_device: str | torch.device | None = None
-    """Where the policy lives."""
-    storing_device: str | torch.device | None = None
-    """Where batches are delivered."""
+    device: Device | Sequence[Device] = None
+    """Sets the three below where they are not given. A list, here and there, is for workers."""
+    env_device: Device | Sequence[Device] = None
+    """Where torch-native envs live; those of gymnasium live on the CPU."""
+    policy_device: Device | Sequence[Device] = None
+    """Where the policy lives; where its weights are, by default. Elsewhere it is a copy that gets
+    its weights by `update_policy_weights_`."""
+    storing_device: Device | Sequence[Device] = None
+    """Where batches are delivered; beside envs and policy if they live together, by default."""
     create_env_kwargs: Mapping[str, Any] | None = None
     """Keyword arguments for the callable that makes the env."""
     seed: int | None = None
@@ -174,6 +188,22 @@ class Options:
     """CUDA devices of each worker, with backend="rpc"."""
     tensorpipe_options: Mapping[str, Any] | None = _for_cluster(None)
     """Further arguments of TensorPipeRpcBackendOptions, with backend="rpc"."""
+    num_collectors: int | Literal["auto"] | None = _for_ray(None)
+    """How many actors; one for each entry of `create_env_fn` by default, else "auto": as many as
+    the cluster has room for, also when that changes."""
+    max_collectors: int = _for_ray(64)
+    """So many actors at most, with num_collectors="auto"."""
+    address: str | None = _for_ray(None)
+    """Of the Ray cluster; by default the one that this process is connected to, or that RAY_ADDRESS
+    names, or one on this machine that is started for the collector."""
+    ray_init_config: Mapping[str, Any] | None = _for_ray(None)
+    """Further arguments of `ray.init`."""
+    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _for_ray(None)
+    """Options of the actors, for all or one for each: `num_cpus` (1 by default), `num_gpus`,
+    `memory`, `resources` and whatever else Ray has."""
+    placement: Literal["pack", "spread"] = _for_ray("pack")
+    """"spread": actors go to different nodes as far as possible; "pack": Ray's own way, which fills
+    nodes up to some point first."""
 
     @classmethod
     def parse(
@@ -240,9 +270,13 @@ class Options:
         each = self.frames_per_batch
         for frames in each if isinstance(each, (list, tuple)) else [each]:
             _at_least("frames_per_batch", frames, 1, "frames over all envs in a batch")
+        _at_least("env_groups", self.env_groups, 1, "")
         _at_least("num_threads", self.num_threads, 1, "")
         _at_least("max_restarts", self.max_restarts, 0, "")
         _at_least("num_workers_per_collector", self.num_workers_per_collector, 1, "")
+        _at_least("max_collectors", self.max_collectors, 1, "")
+        if self.num_collectors not in (None, "auto"):
+            _at_least("num_collectors", self.num_collectors, 1, 'or "auto"')
         _at_least("tcp_port", self.tcp_port, 0, "0 for any that is free")
         _at_least("max_weight_update_interval", self.max_weight_update_interval, -1, "-1: never")
         _at_least("init_random_frames", self.init_random_frames, 0, "")
@@ -290,7 +324,9 @@ class Options:
             if not isinstance(value, bool):
                 raise UsageError(f"{name} must be True or False; got {value!r}.")
         _one_of("traj_format", self.traj_format, ("padded", "cat"))
+        _one_of("placement", self.placement, ("pack", "spread"))
         _one_of("memory_order", self.memory_order, ("time", "batch"))
+        _one_of("cudagraph", self.cudagraph, (True, False, "auto"))
         _one_of("cat_results", self.cat_results, ("stack", 0, -1))
         _one_of("on_worker_failure", self.on_worker_failure, ("raise", "restart"))
         self._check_reals()
@@ -316,8 +352,6 @@ class Options:
             given = getattr(self, name)
             for value in given if isinstance(given, (list, tuple)) else [given]:
                 _check_device(name, value)
-        if self.cudagraph_policy:
-            raise UsageError("cudagraph_policy needs a policy on a CUDA device.")
 
     def _check_combinations(self) -> None:
         whole = self.trajs_per_batch is not None
@@ -368,6 +402,28 @@ class Options:
         _one_of("exploration_type", name, choices)
         return InteractionType[str(name).upper()]
 
+    def devices(self, worker: int | None = None) -> Devices:
+        """Return where things are to live, for a worker or for the one process."""
+
+        def said(name: str) -> torch.device | None:
+            value = getattr(self, name)
+            if isinstance(value, (list, tuple)):
+                if worker is None:
+                    raise UsageError(f"{name} as a list is for collectors with workers.")
+                value = value[worker % len(value)]  # for workers that come later, too
+            return None if value is None else torch.device(value)
+
+        names = ("env_device", "policy_device", "storing_device")
+        env, policy, storing = [said(name) or said("device") for name in names]
+        if self.assembles:
+            storing = torch.device("cpu")
+        return Devices(env, policy, storing)
+
+    @property
+    def assembles(self) -> bool:
+        """Trajectories are put together on the host; batches go to where they are stored then."""
+        return self.split_trajs or self.trajs_per_batch is not None
+
     @property
     def compile_arguments(self) -> dict[str, Any] | None:
         """Keyword arguments for `torch.compile`, or None to leave the policy as it is."""
@@ -383,8 +439,8 @@ def _check_device(name: str, value: Any) -> None:
         kind = torch.device(value).type
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"{name} is {value!r}, which is no torch device.") from error
-    if kind != "cpu":
-        raise UsageError(f"{name} is {value!r}; this version collects on the CPU only.")
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+        raise UsageError(f"{name} is {value!r}, and there is no such device here; use 'cpu'.")
 
 
 def _default(name: str) -> Any:
@@ -399,7 +455,8 @@ def _at_least(name: str, value: Any, least: int, remark: str) -> None:
 
 def _one_of(name: str, value: Any, choices: Any) -> None:
     if value not in choices:
-        hint = nearest(value, choices) if isinstance(value, str) else ""
+        names = [choice for choice in choices if isinstance(choice, str)]
+        hint = nearest(value, names) if isinstance(value, str) else ""
         raise UsageError(
             f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.{hint}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from tensordict import TensorDict
 
 from swath.collectors.base import BaseCollector
 from swath.collectors.options import Options
-from swath.envs import as_group
+from swath.envs import as_group, parted
 from swath.errors import UsageError
 from swath.links import pack, unpack
-from swath.memory.weights import WeightSpec, copy_weights
+from swath.memory.weights import WeightSpec, copy_weights, named_weights
 from swath.policies import made_by, policy_module
-from swath.rollout import Plan, Runner
+from swath.rollout import DeviceRunner, Plan, described, runner_for
 
 __all__ = ["Collector"]
 
@@ -52,10 +53,11 @@ class Collector(BaseCollector):
         self._own_policy: torch.nn.Module | None = None
         self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
         super().__init__(parsed)
-        self.group = as_group(create_env_fn, parsed.create_env_kwargs)
+        group = as_group(create_env_fn, parsed.create_env_kwargs)
+        self.group = group if parsed.env_groups == 1 else parted(group, parsed.env_groups)
         try:
             plan = plan_of(parsed, steps_for(parsed.frames_per_batch, self.group.num_envs))
-            self._runner = Runner(self.group, policy, plan)
+            self._runner = runner_for(self.group, self._placed(policy, plan), plan)
         except BaseException:
             self.group.close()
             raise
@@ -64,6 +66,33 @@ class Collector(BaseCollector):
     def frames_per_batch(self) -> int:
         """Frames of a full batch."""
         return self._runner.plan.steps * self.group.num_envs
+
+    def _placed(self, policy: Any, plan: Plan) -> Any:
+        """Return the policy where it is to compute: itself, or a copy."""
+        device = plan.devices.settled(self.group, policy)[1]
+        module = policy_module(policy)
+        if module is None or all(w.device == device for w in named_weights(module).values()):
+            return policy
+        policy = unpack(pack(policy, "policy"))
+        self._own_policy = policy_module(policy)
+        assert self._own_policy is not None
+        self._own_policy.to(device)
+        return policy
+
+    def describe(self) -> str:
+        """Return the device plan: what lives where, what is copied when, how many bytes.
+
+        Examples:
+            >>> from swath.envs import SerialEnv
+            >>> with Collector(SerialEnv(2, "CartPole-v1"), frames_per_batch=8) as collector:
+            ...     print(collector.describe())
+            envs         cpu      2, GymGroup
+            policy       cpu      yours
+            rollouts     cpu      4 steps, 960 bytes
+            batches      cpu      views of the rollout, nothing is copied
+            each step             nothing is copied between devices
+        """
+        return described(self._runner, self._own_policy is not None)
 
     def _collect(self, frames_left: float) -> tuple[TensorDict, int] | None:
         if self._runner.all_frozen:
@@ -138,6 +167,8 @@ class Collector(BaseCollector):
             source = self._module() if policy_or_weights is None else policy_or_weights
             fitting = WeightSpec.of(self._own_policy).fit(source)
             weights = {name: value.detach().clone() for name, value in fitting.items()}
+            for device in {value.device for value in weights.values() if value.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()  # another thread may take them
             self._published = self.policy_version + 1, weights
             return self._note_version(self.policy_version)
         if policy_or_weights is not None and policy_or_weights is not self._policy:
@@ -159,7 +190,7 @@ class Collector(BaseCollector):
             "batches": self._batches,
             "frames_per_second": runner.frames_made / seconds if seconds else 0.0,
             "time": runner.shares.as_dict(),
-            **runner.episodes.as_dict(),
+            **(runner.ledger if isinstance(runner, DeviceRunner) else runner.episodes).as_dict(),
             "policy_version": self.policy_version,
             "slabs": runner.pool.made,
         }
@@ -174,6 +205,9 @@ class Collector(BaseCollector):
                 stacklevel=3,
             )
         self._runner.load_state_dict(state)
+        if self._own_policy is not None:
+            self._published = None
+            copy_weights(self._module(), self._own_policy)
 
 
 Collector.__signature__ = Options.signature()  # type: ignore[attr-defined]
@@ -198,8 +232,11 @@ def checked_seed(seed: Any) -> int:
     return seed
 
 
-def plan_of(options: Options, steps: int) -> Plan:
-    """Return the part of the options that the loop reads."""
+def plan_of(options: Options, steps: int, worker: int | None = None) -> Plan:
+    """Return the part of the options that the loop reads; a worker stores on the host."""
+    devices = options.devices(worker)
+    if worker is not None:
+        devices = replace(devices, storing=torch.device("cpu"))
     return Plan(
         steps=steps,
         max_frames_per_traj=options.max_frames_per_traj,
@@ -211,5 +248,9 @@ def plan_of(options: Options, steps: int) -> Plan:
         exploration_type=options.interaction_type,
         memory_order=options.memory_order,
         compile_policy=options.compile_arguments,
+        cudagraph=options.cudagraph,
+        cudagraph_policy=options.cudagraph_policy,
+        env_groups=options.env_groups,
+        devices=devices,
         seed=options.seed,
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 from tensordict import TensorDict
 
 from swath.collectors.options import Options
-from swath.data import ReplayBuffer
+from swath.data import RayReplayBuffer, ReplayBuffer
 from swath.errors import UsageError
 from swath.links import pack, unpack
+from swath.links.ray import RayLink
 from swath.workers.crew import Crew
 from swath.workers.messages import Rolled, Store, TakeHeld
 from swath.workers.store import Finish
@@ -44,9 +45,13 @@ class Storing:
             begun: Whether frames were collected before.
         """
         options, buffer = self._options, self._options.replay_buffer
-        if not isinstance(buffer, ReplayBuffer) or buffer.storage not in ("shared", "memmap"):
+        links = self._crew.links.values()
+        if isinstance(buffer, RayReplayBuffer):
+            if not all(isinstance(link, RayLink) for link in links):
+                return "the workers are no actors of Ray"
+        elif not isinstance(buffer, ReplayBuffer) or buffer.storage not in ("shared", "memmap"):
             return "workers see a ReplayBuffer with storage='shared' or 'memmap' only"
-        if not all(link.shares_memory for link in self._crew.links.values()):
+        elif not all(link.shares_memory for link in links):
             return "the workers share no memory with it"
         if options.post_collect_hook is not None:
             return "post_collect_hook gets the batches here"

@@ -2,6 +2,7 @@
 
 from swath.data.datasets import DatasetWriter, load_dataset
 from swath.data.minari import MinariWriter, read_minari
+from swath.data.ray import RayReplayBuffer
 from swath.data.replay import ReplayBuffer
 from swath.data.samplers import PrioritizedSampler, Sampler, SliceSampler, UniformSampler
 from swath.data.summary import describe
@@ -10,6 +11,7 @@ __all__ = [
     "DatasetWriter",
     "MinariWriter",
     "PrioritizedSampler",
+    "RayReplayBuffer",
     "ReplayBuffer",
     "Sampler",
     "SliceSampler",

@@ -92,7 +92,8 @@ class ReplayBuffer:
     """Called while something is waited for; it raises if nobody will write any more. While there is
     one, `sample` waits for frames instead of refusing."""
     fed: bool
-    """Whether others may write who are not known here, as in shared memory; `sample` waits then."""
+    """Whether others may write who are not known here, as in shared memory or where a ratio is to
+    be kept; `sample` waits then. A collector that has ended says that nobody does."""
 
     def __init__(  # noqa: PLR0913 - each is one independent choice
         self,
@@ -135,7 +136,7 @@ class ReplayBuffer:
         self._trace: TracebackType | None = None
         self._closed = self._attached = False
         self._newest = 0
-        self.fed = storage == "shared"
+        self.fed = storage == "shared" or samples_per_insert is not None
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
         if self._directory is not None and (self._directory / LEDGER).is_file():
@@ -331,15 +332,15 @@ class ReplayBuffer:
 
     def _is_fed(self) -> bool:
         """Tell whether more frames may come, for all that is known."""
-        known = self.watch is not None or self.fed
-        return known or self._pace.samples_per_insert is not None or self._pace.timeout is not None
+        return self.watch is not None or self.fed or self._pace.timeout is not None
 
     def _refuse_to_wait(self, shape: tuple[int, ...]) -> None:
         ring = self._ring
         if ring is None or not (ring.stamps < 0).any():
             raise UsageError(
                 f"{type(self.sampler).__name__} cannot draw {shape} from the {len(self)} frames of "
-                f"this buffer (min_size={self._pace.min_size}), and nobody is known to write more. "
+                f"this buffer (min_size={self._pace.min_size}, samples_per_insert="
+                f"{self._pace.samples_per_insert}), and nobody is known to write more. "
                 "Extend it first, or give timeout= to wait for another thread."
             )
 

@@ -17,7 +17,8 @@ from swath.envs.group import Group, as_array, as_declared
 from swath.envs.info import vector_info_writer
 from swath.errors import UsageError
 from swath.memory import Slab
-from swath.rollout import CallFailed, keys
+from swath.rollout import BoundEnvs, CallFailed, keys
+from swath.tree import Leaf, fetch, key_name
 
 __all__ = ["BatchGroup", "NativeGroup"]
 
@@ -35,7 +36,7 @@ class BatchGroup(Group):
         self.resetting = np.zeros(num_envs, bool)
         """Envs whose next step is a reset."""
 
-    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> _BoundBatch:
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> BoundEnvs:
         return _BoundBatch(self, slab)
 
     def reset_envs(self, which: Sequence[int] | None) -> Any:
@@ -145,29 +146,45 @@ class NativeGroup(BatchGroup):
     """The envs of one `TorchEnv`. Envs that ended are stepped with the others, and ignored."""
 
     kept: tuple[str, ...] = ("env", "live")
+    native = True
 
     def __init__(self, env: Any, num_envs: int, observation_space: Any, action_space: Any) -> None:
-        if env.device is not None and torch.device(env.device).type != "cpu":
-            raise UsageError(
-                f"the env lives on {env.device}; this version of swath collects on the CPU only."
-            )
         super().__init__(env, num_envs, observation_space, action_space)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the envs live."""
+        return torch.device(self.env.device or "cpu")
+
+    def place(self, device: torch.device | None) -> torch.device:
+        if device is not None and device != self.device:
+            if not hasattr(self.env, "to"):
+                raise UsageError(
+                    f"env_device is {device}, but the env lives on {self.device} and has no method "
+                    "to(device). Make it there."
+                )
+            self.env = self.env.to(device)
+        return self.device
+
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> BoundEnvs:
+        return _BoundBatch(self, slab) if slab.arrays else _BoundNative(self, slab)
+
     def seed(self, seeds: Sequence[int]) -> None:
-        self.env.seed(torch.tensor(list(seeds), dtype=torch.int64))
+        self.env.seed(torch.tensor(list(seeds), dtype=torch.int64, device=self.device))
 
     def mask(self, which: Sequence[int] | np.ndarray) -> torch.Tensor:
         """Return a bool tensor `[N]` that is True for these envs."""
         mask = torch.zeros(self.num_envs, dtype=torch.bool)
         mask[which] = True
-        return mask
+        return mask.to(self.device)
 
     def reset_envs(self, which: Sequence[int] | None) -> Any:
         self.thaw(which)
         return self._reset(None if which is None else self.mask(which))
 
     def step_envs(self, actions: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any, Any]:
-        observation, *outcome = self._step([torch.from_numpy(action) for action in actions])
+        tensors = [torch.from_numpy(action).to(self.device) for action in actions]
+        observation, *outcome = self._step(tensors)
         outcome = [column.reshape(-1) for column in outcome]
         if len(self.live) < self.num_envs:
             outcome = [torch.where(self.mask(self.live), column, 0) for column in outcome]
@@ -184,3 +201,50 @@ class NativeGroup(BatchGroup):
         close = getattr(self.env, "close", None)
         if close is not None and not getattr(self.env, "is_closed", False):
             close()
+
+
+class _BoundNative:
+    """A `NativeGroup` that writes into a slab on its own device, and never asks the device."""
+
+    eager = True
+
+    def __init__(self, group: NativeGroup, slab: Slab) -> None:
+        self._env, self._build = group.env, group.build_action
+        self._actions = [slab.rows(leaf.key, True) for leaf in group.actions]
+        self._obs = [(leaf, slab.rows(leaf.key, True)) for leaf in group.observations]
+        self._next = [slab.rows(keys.following(leaf.key), True) for leaf in group.observations]
+        outcome = (keys.REWARD, keys.NEXT_TERMINATED, keys.NEXT_TRUNCATED)
+        self._reward, *self._flags = (slab.tensors[key][..., 0].unbind(0) for key in outcome)
+
+    def reset(self, t: int, which: torch.Tensor | None) -> None:
+        try:
+            observation = self._env.reset(which)
+            for leaf, rows in self._obs:
+                rows[t].copy_(_leaf_of(observation, leaf, rows[t]))
+        except Exception as error:
+            raise CallFailed(None, "reset()") from error
+
+    def step(self, t: int) -> Sequence[int]:
+        try:
+            action = self._build([rows[t] for rows in self._actions])
+            observation, reward, *flags = self._env.step(action)
+            rows = [rows[t] for rows in self._next]
+            leaves = [leaf for leaf, _ in self._obs]
+            seen = [_leaf_of(observation, *pair) for pair in zip(leaves, rows, strict=True)]
+            targets = [*rows, self._reward[t], *[column[t] for column in self._flags]]
+            for target, value in zip(targets, [*seen, reward, *flags], strict=True):
+                target.copy_(value)
+        except Exception as error:
+            raise CallFailed(None, "step()") from error
+        return ()
+
+
+def _leaf_of(observation: Any, leaf: Leaf, row: torch.Tensor) -> torch.Tensor:
+    """Return a leaf of an observation in tensors; torch would broadcast a wrong shape silently."""
+    value: torch.Tensor = fetch(observation, leaf.path)
+    if value.shape != row.shape:
+        raise ValueError(
+            f"the observation {key_name(leaf.key)} has shape {tuple(value.shape)}, but the "
+            f"observation space declares {tuple(row.shape)}. Fix the env or its space"
+        )
+    return value

@@ -31,6 +31,7 @@ class Group:
     resets_singly = True
     freezes = True
     needs_shared_memory = False
+    native = False
     time_limits: Sequence[int | None] | None = None
     kept: tuple[str, ...] = ()
     """The attributes that hold the state of the envs."""
@@ -44,6 +45,9 @@ class Group:
         self.info_fields: list[Field] = []
         self.live = np.arange(num_envs)
         """The envs that are not frozen."""
+
+    def place(self, device: torch.device | None) -> torch.device:
+        return torch.device("cpu")
 
     def freeze(self, which: Sequence[int]) -> None:
         self.live = np.setdiff1d(self.live, which)
@@ -109,6 +113,7 @@ def as_array(value: Any) -> np.ndarray:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         value = value.float() if value.dtype is torch.bfloat16 else value
+        value = value.cpu()
     return np.asarray(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -46,6 +47,17 @@ class GymGroup(Group):
         joined._seeds = [seed for group in groups for seed in group._seeds]
         joined._first = [first for group in groups for first in group._first]
         return joined
+
+    def parted(self, count: int) -> list[GymGroup]:
+        """Return groups of some of the envs each, in order."""
+        ends = [self.num_envs * number // count for number in range(count + 1)]
+        groups = []
+        for start, stop in itertools.pairwise(ends):
+            part = GymGroup(self.envs[start:stop], batched=True)
+            part.info_fields = self.info_fields
+            part._seeds, part._first = self._seeds[start:stop], self._first[start:stop]
+            groups.append(part)
+        return groups
 
     def seed(self, seeds: Sequence[int]) -> None:
         self._seeds = list(seeds)

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 from swath.envs.group import Group, close_all
 from swath.envs.gymnasium import GymGroup
@@ -15,7 +16,7 @@ from swath.memory import Slab
 from swath.rollout import BoundEnvs, CallFailed, EnvGroup
 from swath.tree import action_leaves, observation_leaves
 
-__all__ = ["JoinedGroup", "check_equal", "join"]
+__all__ = ["JoinedGroup", "check_equal", "join", "parted"]
 
 
 def join(groups: Sequence[EnvGroup]) -> EnvGroup:
@@ -30,6 +31,19 @@ def join(groups: Sequence[EnvGroup]) -> EnvGroup:
         )
     gyms = [group for group in groups if isinstance(group, GymGroup)]
     return GymGroup.joined(gyms) if len(gyms) == len(groups) else JoinedGroup(groups)
+
+
+def parted(group: EnvGroup, count: int) -> EnvGroup:
+    """Return the envs of a group as `count` groups side by side, which can be stepped in turn."""
+    if isinstance(group, JoinedGroup) and len(group.parts) == count:
+        return group
+    if not isinstance(group, GymGroup) or group.num_envs < count:
+        raise UsageError(
+            f"env_groups={count} needs that many envs that can be stepped apart; these are "
+            f"{group.num_envs}, in a {type(group).__name__}. Pass a SerialEnv, or a list of "
+            f"{count} batched envs."
+        )
+    return JoinedGroup(group.parted(count))
 
 
 def check_equal(first: Any, other: Any, number: int) -> None:
@@ -68,6 +82,11 @@ class JoinedGroup(Group):
     def seed(self, seeds: Sequence[int]) -> None:
         for group, start, end in self.parts:
             group.seed(seeds[start:end])
+
+    def place(self, device: torch.device | None) -> torch.device:
+        for group, _, _ in self.parts:
+            group.place(device)
+        return torch.device("cpu")  # as seen from outside: the parts meet in a slab there
 
     def freeze(self, which: Sequence[int]) -> None:
         for group, start, end in self.parts:

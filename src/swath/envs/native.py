@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 import math
 import os
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -62,7 +64,13 @@ def counter_uniform(keys: Tensor, counters: Tensor, num: int) -> Tensor:
         >>> bool((both[1:] == counter_uniform(keys[1:], counters[1:], num=2)).all())
         True
     """
-    columns = torch.arange(1, num + 1, device=keys.device)
+    return _uniform(keys, counters, torch.arange(1, num + 1, device=keys.device))
+
+
+def _uniform(keys: Tensor, counters: Tensor, columns: Tensor) -> Tensor:
+    if keys.is_cuda and not torch.compiler.is_compiling():
+        bits = _mixed_on_gpu()(keys[:, None], counters[:, None], columns)
+        return torch.mul(bits, 2.0**-24, out=torch.empty_like(bits, dtype=torch.float32))
     place = (counters * _COUNTER_FACTOR)[:, None] + columns * _COLUMN_FACTOR
     # Exclusive or, not a sum: in a sum, two keys could be one stream shifted by some counters.
     bits = (keys * _KEY_FACTOR)[:, None] ^ place
@@ -70,6 +78,21 @@ def counter_uniform(keys: Tensor, counters: Tensor, num: int) -> Tensor:
     bits = (bits ^ _shift_right(bits, 27)) * _MIX_SECOND
     # The upper 24 bits are all that float32 holds, and the best mixed.
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
+
+
+@functools.cache
+def _mixed_on_gpu() -> Callable[..., Tensor]:
+    """Return all of it up to the last shift as one kernel: of 20, they would be half of a step."""
+    source = f"""
+    template <typename T> T mixed(T key, T counter, T column) {{
+        unsigned long long place = (unsigned long long)counter * {_COUNTER_FACTOR}LL
+            + (unsigned long long)column * {_COLUMN_FACTOR}LL;
+        unsigned long long bits = ((unsigned long long)key * {_KEY_FACTOR}LL) ^ place;
+        bits = (bits ^ (bits >> 30)) * {_MIX_FIRST}LL;
+        bits = (bits ^ (bits >> 27)) * {_MIX_SECOND}LL;
+        return (T)(bits >> 40);
+    }}"""
+    return torch.cuda.jiterator._create_jit_fn(source)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
@@ -82,7 +105,8 @@ class TorchEnv(Protocol):
     """N envs whose state and step are tensors on one device.
 
     Methods must not wait for the device (no `.item()`, no `if tensor`) and must keep state at
-    fixed addresses (`copy_`); what they return must not change at a later call.
+    fixed addresses (`copy_`); what they return must not change at a later call, and actions that
+    they keep must be copies.
 
     Examples:
         >>> isinstance(TorchCartPole(2), TorchEnv)
@@ -155,6 +179,7 @@ class BatchedTorchEnv(abc.ABC):
     """How many random numbers an env gets at each reset."""
     max_episode_steps: int | None = None
     """The longest episode, unless an env is made with another limit."""
+    _fuses = False
 
     def __init__(
         self,
@@ -179,6 +204,7 @@ class BatchedTorchEnv(abc.ABC):
         self.device = self._key.device  # with its index, where the caller said just "cuda"
         self._counter = torch.zeros_like(self._key)
         self._elapsed = torch.zeros_like(self._key)
+        self._columns = torch.arange(1, self.num_draws + 1, device=device)
         self._state = self._draw_initial().clone(memory_format=torch.contiguous_format)
         _check_shape(
             "the state from _initial, cut to [N],", self._state.shape[:1], (num_envs,), EnvError
@@ -195,6 +221,14 @@ class BatchedTorchEnv(abc.ABC):
     @abc.abstractmethod
     def _observe(self, state: Tensor) -> Observation:
         """Return what the policy sees of the states, in the dtype of `observation_space`."""
+
+    def to(self, device: torch.device | str) -> BatchedTorchEnv:
+        """Move the envs to a device, with all that they are doing, and return them."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        self.device = self._key.device
+        return self
 
     @property
     def state(self) -> Tensor:
@@ -214,12 +248,24 @@ class BatchedTorchEnv(abc.ABC):
         self._key.copy_(keys)
         self._counter.zero_()
 
+    def compile(self) -> BatchedTorchEnv:
+        """Let `torch.compile` fuse what a step and a reset compute, and return the envs.
+
+        Worth its seconds on a GPU, where a step costs what its kernels cost to start. Sums may
+        differ in their last bits.
+        """
+        self._fuses = True
+        return self
+
     @torch.no_grad()
     def reset(self, mask: Tensor | None = None) -> Observation:
         """Start an episode in the envs of `mask`, bool `[N]` (None: all); observe all N."""
         if mask is None:
             mask = torch.ones_like(self._key, dtype=torch.bool)
         _check_shape("mask", mask.shape, (self.num_envs,), UsageError)
+        return (_fused(type(self)._renew) if self._fuses else type(self)._renew)(self, mask)
+
+    def _renew(self, mask: Tensor) -> Observation:
         rows = mask.view(-1, *[1] * (self._state.dim() - 1))
         state = torch.where(rows, self._draw_initial(), self._state)
         self._state.copy_(state)
@@ -233,8 +279,12 @@ class BatchedTorchEnv(abc.ABC):
         shape = self.action_space.shape
         if isinstance(action, Tensor) and shape is not None:
             _check_shape("action", action.shape, (self.num_envs, *shape), PolicyError)
-        # A clone, so that an env that returns its input does not hand out memory we overwrite.
-        state, reward, terminated = self._dynamics(self._state.clone(), action)
+        return (_fused(type(self)._advance) if self._fuses else type(self)._advance)(self, action)
+
+    def _advance(self, action: Any) -> tuple[Observation, Tensor, Tensor, Tensor]:
+        state, reward, terminated = self._dynamics(self._state, action)
+        if not torch.compiler.is_compiling():  # which sees to this itself
+            state, reward, terminated = map(self._apart, (state, reward, terminated))
         _check_shape("the state from _dynamics", state.shape, self._state.shape, EnvError)
         _check_shape("the reward from _dynamics", reward.shape, (self.num_envs,), EnvError)
         _check_shape("terminated from _dynamics", terminated.shape, (self.num_envs,), EnvError)
@@ -244,9 +294,20 @@ class BatchedTorchEnv(abc.ABC):
         truncated = self._elapsed >= (torch.iinfo(torch.int64).max if limit is None else limit)
         return self._observe(state), reward.to(torch.float32), terminated, truncated
 
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is none of our state, which is overwritten."""
+        ours = tensor.untyped_storage().data_ptr() == self._state.untyped_storage().data_ptr()
+        return tensor.clone() if ours else tensor
+
     def _draw_initial(self) -> Tensor:
-        uniform = counter_uniform(self._key, self._counter, self.num_draws)
+        uniform = _uniform(self._key, self._counter, self._columns)
         return self._initial(uniform.to(self.dtype))
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method compiled, one for all envs of a class: they stay picklable."""
+    return torch.compile(function, dynamic=False)
 
 
 class TorchCartPole(BatchedTorchEnv):
@@ -279,22 +340,31 @@ class TorchCartPole(BatchedTorchEnv):
     num_draws = 4
     max_episode_steps = 500
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        bounds = [self._MAX_POSITION, math.inf, self._MAX_ANGLE, math.inf]
+        self._bounds = torch.tensor(bounds, dtype=self.dtype, device=self.device)
+        force = self._FORCE / self._TOTAL_MASS
+        self._forces = torch.tensor([-force, force], dtype=self.dtype, device=self.device)
+        self._reward = torch.ones(self.num_envs, device=self.device)
+
     def _initial(self, uniform: Tensor) -> Tensor:
         return 0.1 * uniform - 0.05
 
     def _dynamics(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         _, velocity, angle, spin = state.unbind(-1)
         sine, cosine = angle.sin(), angle.cos()
-        moment = self._POLE_MASS * self._HALF_LENGTH
-        force = torch.where(action == 1, self._FORCE, -self._FORCE).to(state.dtype)
-        push = (force + moment * spin.square() * sine) / self._TOTAL_MASS
-        inertia = 4.0 / 3.0 - self._POLE_MASS * cosine.square() / self._TOTAL_MASS
-        spin_rate = (self._GRAVITY * sine - cosine * push) / (self._HALF_LENGTH * inertia)
-        velocity_rate = push - moment * spin_rate * cosine / self._TOTAL_MASS
+        # Written for few kernels: on a GPU they, not the arithmetic, are what a step costs.
+        share = self._POLE_MASS * self._HALF_LENGTH / self._TOTAL_MASS
+        left, right = self._forces
+        push = torch.where(action == 1, right, left)
+        push = torch.addcmul(push, spin.square(), sine, value=share)
+        inertia = torch.rsub(cosine.square(), self._HALF_LENGTH * 4.0 / 3.0, alpha=share)
+        spin_rate = torch.addcmul(self._GRAVITY * sine, cosine, push, value=-1.0) / inertia
+        velocity_rate = torch.addcmul(push, spin_rate, cosine, value=-share)
         rates = torch.stack([velocity, velocity_rate, spin, spin_rate], dim=-1)
-        state = state + self._STEP_SECONDS * rates
-        fallen = (state[:, 0].abs() > self._MAX_POSITION) | (state[:, 2].abs() > self._MAX_ANGLE)
-        return state, torch.ones_like(push), fallen
+        state = torch.add(state, rates, alpha=self._STEP_SECONDS)
+        return state, self._reward, (state.abs() > self._bounds).any(-1)
 
     def _observe(self, state: Tensor) -> Tensor:
         return state.to(torch.float32)

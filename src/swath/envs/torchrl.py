@@ -79,7 +79,7 @@ def _space_of(spec: Any, key: Key, batch_dims: int) -> gym.Space[Any]:
         return spaces.Discrete(n) if shape == () else spaces.MultiDiscrete(np.full(shape, n))
     if kind == "MultiCategorical":
         nvec = spec.nvec.reshape(-1, *shape)[0] if batch_dims else spec.nvec
-        return spaces.MultiDiscrete(nvec.numpy())
+        return spaces.MultiDiscrete(nvec.cpu().numpy())
     if kind == "OneHot":
         return OneHot([shape[-1]], dtype)
     if kind == "MultiOneHot":
@@ -89,7 +89,7 @@ def _space_of(spec: Any, key: Key, batch_dims: int) -> gym.Space[Any]:
     low, high = getattr(inner, "low", None), getattr(inner, "high", None)
     if low is not None and high is not None:
         one = (0,) * batch_dims
-        return spaces.Box(low[one].numpy(), high[one].numpy(), shape, scalar)
+        return spaces.Box(low[one].cpu().numpy(), high[one].cpu().numpy(), shape, scalar)
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, scalar)
     return spaces.Box(np.iinfo(scalar).min, np.iinfo(scalar).max, shape, scalar)
@@ -99,6 +99,7 @@ class TorchRLGroup(NativeGroup):
     """A TorchRL `EnvBase`, single or batched, transforms included; see `EnvGroup`."""
 
     kept = ("env", "live", "state")
+    native = False
 
     def __init__(self, env: Any) -> None:
         dims = len(env.batch_size)

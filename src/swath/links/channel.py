@@ -65,7 +65,7 @@ class Channel:
         except OSError as error:  # reset: it was killed before it had read all that we sent
             if error.errno not in _GONE:
                 raise
-            head, descriptors = b"", []
+            raise EOFError("the other side is gone") from error
         if not head:
             raise EOFError("the other side is gone")
         head += self._exactly(_LENGTH.size - len(head))
@@ -104,7 +104,7 @@ class Channel:
             while self._socket.recv(1 << 16):
                 pass
         except OSError as error:
-            return not isinstance(error, TimeoutError)
+            return not isinstance(error, (TimeoutError, BlockingIOError))
         return True
 
     def close(self) -> None:

@@ -15,10 +15,18 @@ class Link(Protocol):
 
     name: str
     """The worker in words, with process and host."""
-    pid: int
-    host: str
     shares_memory: bool
     """The worker sees your process's memory; if not, blocks travel."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process, on its host; None while it is not known where the worker will run."""
+        ...
+
+    @property
+    def host(self) -> str | None:
+        """The host, once it is known."""
+        ...
 
     @property
     def sentinel(self) -> int | None:
@@ -31,6 +39,10 @@ class Link(Protocol):
 
     def send(self, message: Any, memories: Any = ()) -> None:
         """Send a message, and memory beside it; EOFError if the worker is gone."""
+        ...
+
+    def ask(self, message: Any, memories: Any = (), expected: Any = None) -> None:
+        """Send a message that the worker will answer; see `send`."""
         ...
 
     def receive(self) -> Any:

@@ -66,6 +66,8 @@ class ProcessLink:
         sizes = [memory.nbytes for memory in memories]
         self._process.channel.send((message, sizes), [*mapped, *descriptors])
 
+    ask = send
+
     def receive(self) -> Any:
         """Wait for a message and return it; EOFError if the worker is gone."""
         return self._process.channel.receive()[0]

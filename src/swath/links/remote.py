@@ -19,6 +19,7 @@ later, whatever it is doing.
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import threading
@@ -62,6 +63,10 @@ class Expected(Protocol):
 
     def arrived(self) -> None:
         """Do what is to be done with it."""
+        ...
+
+    def came(self, block: np.ndarray) -> None:
+        """Do so with what came as a block of its own, that is only lent."""
         ...
 
 
@@ -118,14 +123,16 @@ class RemoteLink:
             if expected is not None:
                 waiting = self._begin(self._bulk.receive, expected.block)
                 self._expected.append((waiting, expected))
-            self._channel.send((message, sizes, None))
+            self._over(self._channel.send, (message, sizes, None))
+
+    ask = send
 
     def push(self, message: Any, block: np.ndarray) -> None:
         """Send a message that the worker reads at once, also in a rollout, with a block."""
         with self._sends:
             while len(self._sending) > 1:  # one is under way: more would pile up
                 self._begin(self._sending.popleft()[0])
-            self._channel.send((message, (), block.nbytes))
+            self._over(self._channel.send, (message, (), block.nbytes))
             if block.nbytes:
                 self._sending.append((self._begin(self._bulk.send, block), block))
 
@@ -136,6 +143,16 @@ class RemoteLink:
             self._lost(error)
             raise EOFError(self._reason) from error
 
+    def _over(self, doing: Callable[..., Any], *what: Any) -> Any:
+        """Do something on the channel; note why that fails, unless the worker just closed it."""
+        try:
+            return doing(*what)
+        except EOFError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno not in (errno.EPIPE, errno.EBADF):
+                self._lost(cause)
+            raise
+
     def _lost(self, error: BaseException) -> None:
         text = str(error).strip().splitlines() or [type(error).__name__]
         self._reason = f"was lost: {text[0][:200]}"
@@ -143,7 +160,7 @@ class RemoteLink:
 
     def receive(self) -> Any:
         """Wait for a message, and for the block if it brings one; EOFError if it is gone."""
-        message, brings = self._channel.receive()[0]
+        message, brings = self._over(self._channel.receive)[0]
         if brings:
             waiting, expected = self._expected.popleft()
             self._begin(waiting)

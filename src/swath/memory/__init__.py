@@ -2,19 +2,31 @@
 
 from swath.memory.fence import fence
 from swath.memory.layout import Field, Layout, MemoryOrder, Place, numpy_dtype, torch_dtype
-from swath.memory.slab import HeapMemory, Memory, SharedMemory, Slab, SlabPool
+from swath.memory.slab import (
+    DeviceMemory,
+    HeapMemory,
+    Memory,
+    PinnedMemory,
+    SharedMemory,
+    Slab,
+    SlabPool,
+    memory_on,
+)
 
 __all__ = [
+    "DeviceMemory",
     "Field",
     "HeapMemory",
     "Layout",
     "Memory",
     "MemoryOrder",
+    "PinnedMemory",
     "Place",
     "SharedMemory",
     "Slab",
     "SlabPool",
     "fence",
+    "memory_on",
     "numpy_dtype",
     "torch_dtype",
 ]

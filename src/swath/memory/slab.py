@@ -24,11 +24,21 @@ from typing import Protocol
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from swath.memory.layout import ALIGNMENT, Layout
 from swath.tree import Key, nest
 
-__all__ = ["HeapMemory", "Memory", "SharedMemory", "Slab", "SlabPool"]
+__all__ = [
+    "DeviceMemory",
+    "HeapMemory",
+    "Memory",
+    "PinnedMemory",
+    "SharedMemory",
+    "Slab",
+    "SlabPool",
+    "memory_on",
+]
 
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 _ROWS_KEPT = 4096
@@ -38,8 +48,15 @@ _ROWS_KEPT = 4096
 class Memory(Protocol):
     """A block of bytes that can be lent. Where it lives is its own business."""
 
-    array: np.ndarray
-    """The block as numpy sees it, uint8."""
+    @property
+    def array(self) -> np.ndarray | None:
+        """The block as numpy sees it, uint8; None if it is out of the host's sight."""
+        ...
+
+    @property
+    def block(self) -> torch.Tensor:
+        """The block as torch sees it, flat uint8."""
+        ...
 
     def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
         """Return the block as uint8 tensor; call `on_return` once no tensor views it any more."""
@@ -51,6 +68,11 @@ class _ArrayMemory:
 
     array: np.ndarray
     _lease: weakref.ref[np.ndarray] | None = None
+
+    @property
+    def block(self) -> torch.Tensor:
+        """The block as torch sees it."""
+        return torch.from_numpy(self.array)
 
     def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
         """Return the block as a tensor; see `Memory.lend`."""
@@ -68,6 +90,37 @@ class HeapMemory(_ArrayMemory):
         raw = np.zeros(nbytes + ALIGNMENT, np.uint8)  # calloc: large ones are free
         start = -raw.ctypes.data % ALIGNMENT
         self.array = raw[start : start + nbytes]
+
+
+class PinnedMemory(_ArrayMemory):
+    """Memory of this process that a GPU reads and writes by itself, while the host goes on."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+class DeviceMemory:
+    """Memory of a device, all zero; the host does not see it."""
+
+    array = None
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
+        """Return the block as a tensor; see `Memory.lend`."""
+        # A second storage on the same memory. Its Python object stays for as long as any tensor
+        # views it, so its death is that of the last one.
+        window = from_dlpack(to_dlpack(self.block))
+        self._lease = weakref.ref(window.untyped_storage(), lambda _: on_return())
+        return window
+
+
+def memory_on(device: torch.device, nbytes: int) -> Memory:
+    """Return memory of a device; on the host, memory that GPUs reach, where there are any."""
+    if device.type != "cpu":
+        return DeviceMemory(nbytes, device)
+    return PinnedMemory(nbytes) if torch.cuda.is_available() else HeapMemory(nbytes)
 
 
 class SharedMemory(_ArrayMemory):
@@ -122,11 +175,18 @@ class Slab:
     def __init__(self, layout: Layout, memory: Memory) -> None:
         self.layout, self.memory = layout, memory
         self.span = (0, layout.envs)
-        self.arrays: dict[Key, np.ndarray] = {
-            key: layout.array(memory.array, place) for key, place in layout.places.items()
-        }
-        self.tensors = layout.tensors(torch.from_numpy(memory.array))
+        array, places = memory.array, layout.places.items()
+        self.arrays: dict[Key, np.ndarray] = (
+            {} if array is None else {key: layout.array(array, place) for key, place in places}
+        )
+        """Nothing, if the memory is out of the host's sight."""
+        self.tensors = layout.tensors(memory.block)
         self._rows: dict[tuple[Key, bool], tuple[torch.Tensor, ...] | torch.Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self.memory.block.device
 
     def rows(self, key: Key, batched: bool) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Return something whose item t is row t as a tensor `[N, *shape]`, or `[*shape]`."""

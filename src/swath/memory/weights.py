@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class WeightSpec:
     """Buffers that are no part of a state dict."""
     others: frozenset[str]
     """Further names of the same tensors (tied weights)."""
+    gpu: torch.device | None = field(default=None, compare=False)
+    """Where all of them live, if that is a GPU."""
 
     @classmethod
     def of(cls, module: torch.nn.Module | None) -> WeightSpec:
@@ -51,16 +53,19 @@ class WeightSpec:
             return cls({}, frozenset(), frozenset())
         own, saved = named_weights(module), set(module.state_dict())
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
-        return cls(shapes, frozenset(set(own) - saved), frozenset(saved - set(own)))
+        devices = {value.device for value in own.values()}
+        gpu = next(iter(devices)) if [one.type for one in devices] == ["cuda"] else None
+        return cls(shapes, frozenset(set(own) - saved), frozenset(saved - set(own)), gpu)
 
     @property
     def nbytes(self) -> int:
         """The size of all tensors in one block."""
         return sum(_aligned(math.prod(s) * d.itemsize) for s, d in self.shapes.values())
 
-    def unflatten(self, block: np.ndarray) -> dict[str, torch.Tensor]:
+    def unflatten(self, block: np.ndarray | torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors in a block, as views."""
-        whole, start, views = torch.from_numpy(block), 0, {}
+        whole = block if isinstance(block, torch.Tensor) else torch.from_numpy(block)
+        start, views = 0, {}
         for name, (shape, dtype) in self.shapes.items():
             stop = start + math.prod(shape) * dtype.itemsize
             views[name] = whole[start:stop].view(dtype).view(shape)
@@ -114,22 +119,30 @@ class WeightBlock:
         spec: What is published.
         readers: How many take it.
         memory: That the publisher made; None in the publisher.
+        on_gpu: Memory of a GPU for the buffers; None to have them in `memory`, too.
     """
 
-    def __init__(self, spec: WeightSpec, readers: int, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        spec: WeightSpec,
+        readers: int,
+        memory: Memory | None = None,
+        on_gpu: torch.Tensor | None = None,
+    ) -> None:
+        self._gpu = None if on_gpu is None else on_gpu.device
         self.spec, self._readers, self._count = spec, readers, 2 * readers + 2
         words = readers + self._count
         start, size = self._start(spec, readers), spec.nbytes
         self.memory = memory or SharedMemory(self.nbytes(spec, readers))
-        self._words = self.memory.array[: 8 * words].view(np.int64)
+        array = self.memory.array
+        assert array is not None
+        self._words = array[: 8 * words].view(np.int64)
         self._stamps = self._words[readers:]
         self._optional = sorted(spec.optional)
-        marks = self.memory.array[8 * words : 8 * words + self._count * len(self._optional)]
+        marks = array[8 * words : 8 * words + self._count * len(self._optional)]
         self._present = marks.reshape(self._count, len(self._optional))
-        self._buffers = [
-            spec.unflatten(self.memory.array[start + number * size :])
-            for number in range(self._count)
-        ]
+        block = torch.from_numpy(array)[start:] if on_gpu is None else on_gpu
+        self._buffers = [spec.unflatten(block[n * size :]) for n in range(self._count)]
         # Those in use, the least recently used first. With a third one, a reader is overtaken only
         # by two publications; more are taken when readers are directed to different versions.
         self._order = list(range(min(3, self._count)))
@@ -173,6 +186,7 @@ class WeightBlock:
         fence()
         for name, view in self._buffers[number].items():
             view.copy_(fitting[name] if name in fitting else self._buffers[newest][name])
+        self._copied()
         given = [name in fitting for name in self._optional]
         self._present[number] = self._present[newest] | np.array(given, np.uint8)
         fence()
@@ -206,6 +220,7 @@ class WeightBlock:
                 for name, view in self._buffers[number].items():
                     if name not in missing:
                         into[name].copy_(view)
+                self._copied()
                 if self._holds(number, version):
                     return version
 
@@ -214,6 +229,11 @@ class WeightBlock:
         stamp = int(self._stamps[number])
         fence()
         return stamp == version
+
+    def _copied(self) -> None:
+        """Wait until the copies are made, where the GPU makes them: words are the host's."""
+        if self._gpu is not None:
+            torch.cuda.current_stream(self._gpu).synchronize()
 
 
 def _aligned(nbytes: int) -> int:

@@ -126,7 +126,7 @@ def _takes_batch_of_one(twin: TorchPolicy, rows: Mapping[Key, torch.Tensor]) -> 
         return False
     noise = torch.Generator().manual_seed(0)
     for scale in (0, 0.1, 1, 10):
-        inputs = [row + scale * torch.randn(row.shape, generator=noise)]
+        inputs = [row + (scale * torch.randn(row.shape, generator=noise)).to(row.device)]
         trial = attempt(twin.modules, lambda row: [inner(row)], inputs)
         if not repeats(trial, twin.modules, lambda row: inner(row.unsqueeze(0)), inputs):
             return False

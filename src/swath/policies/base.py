@@ -27,6 +27,7 @@ from swath.policies.calls import Call, joined, short
 from swath.policies.outputs import Form, check_free, check_range
 from swath.policies.probing import Trial, attempt, modules_of, repeats
 from swath.policies.shortcuts import installed
+from swath.policies.staging import Staging
 from swath.tree import Key, Leaf, action_leaves, fetch, key_name, observation_leaves
 
 __all__ = ["Act", "Interface", "Path", "Policy", "State", "TorchPolicy"]
@@ -79,6 +80,9 @@ class Policy:
         """What it carries from step to step."""
         self.needs_is_init = False
         """Reads a flag that is True at the first step of an episode."""
+        self.device = torch.device("cpu")
+        """Where it computes."""
+        self.modules: list[torch.nn.Module] = []
 
     def bound(self, slab: Slab, steps: int) -> AbstractContextManager[Act]:
         """Give the function that acts at step t of this slab; entered once per rollout."""
@@ -101,6 +105,9 @@ class TorchPolicy(Policy):
     copies_inputs = False
     """The policy keeps or changes what it is given, so it gets copies."""
     compile_with: Mapping[str, Any] | None = None
+    graphed = False
+    """Run it as a CUDA graph if it computes on another device than the slab's; see `Staging`."""
+    staging: Staging | None = None
     takes_batch_of_one = False
     """A lone env's observation may be given with a batch dimension of one; see `probe`."""
     takes_shortcuts = False
@@ -108,7 +115,8 @@ class TorchPolicy(Policy):
 
     def __init__(self, interface: Interface, policy: Any) -> None:
         super().__init__(interface)
-        self.policy, self.modules = policy, modules_of(policy)
+        self.policy = policy
+        self.modules = modules_of(policy)
         self.paths: dict[Key, Path] = {}
         self.forms: list[Form] = []
 
@@ -208,6 +216,9 @@ class TorchPolicy(Policy):
         calls = [short(call) for call in self.calls] if self.takes_shortcuts else self.calls
         call = joined(calls, self.inputs, self.outputs)
         inner = _on_copies(call.inner) if self.copies_inputs else call.inner
+        if self.device != slab.device:
+            self.staging = self.staging or Staging(self, call.reads, slab)
+            return self.staging.bind(inner, slab)
         forms, batched = self.forms, self.interface.batched
         if self.takes_batch_of_one:
             forms, batched = [Form.of_action(self.interface.actions[0], (1,))], True

@@ -97,8 +97,10 @@ class Form:
 
     def writer(self, slab: Slab) -> Write:
         """Return the function that checks the value of step t and writes it."""
-        array, carried = slab.arrays[self.key], slab.layout.places[self.key].field.carried
-        leaf = self.leaf
+        carried, leaf = slab.layout.places[self.key].field.carried, self.leaf
+        if not slab.arrays:
+            return self._device_writer(slab.rows(self.key, True), int(carried))
+        array = slab.arrays[self.key]
         if leaf is not None and isinstance(leaf.space, spaces.Discrete) and not self.shape:
             return self._index_writer(leaf, array[:, 0])
         shape, dtype, fit, check = self.shape, numpy_dtype(self.dtype), self.fit, self._row_check()
@@ -118,6 +120,19 @@ class Form:
             array[t + shift] = row
 
         return write
+
+    def _device_writer(self, rows: Any, shift: int) -> Write:
+        """Return the writer for a slab on a device: no number is looked at here."""
+
+        def write(t: int, value: Any) -> None:
+            rows[t + shift].copy_(self.as_tensor(value))
+
+        return write
+
+    def as_tensor(self, value: Any) -> torch.Tensor:
+        """Return any value as a tensor of this form; one that is stays where it is."""
+        fits = value.__class__ is torch.Tensor and value.shape == self.shape
+        return value if fits and value.dtype is self.dtype else torch.from_numpy(self.fit(value))
 
     def _index_writer(self, leaf: Leaf, column: np.ndarray) -> Write:
         """Return the writer of one env's discrete action: a Python int is the shortest way."""

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from swath.policies.outputs import to_array
 from swath.seeding import RandomState
 
-__all__ = ["Trial", "attempt", "modules_of", "repeats"]
+__all__ = ["Trial", "attempt", "modules_of", "repeats", "unchanged_buffers"]
 
 Forward = Callable[..., Sequence[Any]]
 
@@ -46,20 +46,20 @@ def attempt(
     modules: Sequence[torch.nn.Module], call: Forward, rows: Sequence[torch.Tensor]
 ) -> Trial:
     """Make a call with copies of the rows, and put the modules and all generators back."""
-    random_state = RandomState.from_global()
-    with random_state.installed(), _unchanged_buffers(modules):
-        arrays = [to_array(row).copy() for row in rows]
-        # A tensor made from an array keeps it alive, and so do all views of it.
-        watches = [weakref.ref(array) for array in arrays]
-        inputs = [torch.from_numpy(a).view(row.dtype) for a, row in zip(arrays, rows, strict=True)]
+    gpu = next((row.device for row in rows if row.is_cuda), None)
+    random_state = RandomState.from_global(gpu)
+    with random_state.installed(), unchanged_buffers(modules):
+        inputs = [row.clone() for row in rows]
+        # A storage, as Python sees it, lives as long as any tensor that views it.
+        watches = [weakref.ref(tensor.untyped_storage()) for tensor in inputs]
         values = [_copy(value) for value in call(*inputs)]
-    changed = [a.tobytes() != to_array(row).tobytes() for a, row in zip(arrays, rows, strict=True)]
-    del arrays, inputs
+    changed = [not _is_same(*pair) for pair in zip(inputs, rows, strict=True)]
+    del inputs
     if any(watch() is not None for watch in watches):
         gc.collect()  # what is left in a reference cycle is not kept
     kept = any(watch() is not None for watch in watches)
     state = random_state.state_dict()
-    state["torch"] = state["torch"].numpy()
+    state = {name: to_array(s) if isinstance(s, torch.Tensor) else s for name, s in state.items()}
     return Trial(values, kept or any(changed), pickle.dumps(state))
 
 
@@ -96,7 +96,8 @@ def _copy(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _unchanged_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def unchanged_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Put the buffers of these modules back at the end."""
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for root in modules

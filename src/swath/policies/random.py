@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import spaces
 
 from swath.memory import Slab
@@ -47,7 +48,15 @@ class ActionSampler:
 
     def seed(self, seed: int | None) -> None:
         """Restart the stream of every env."""
-        self._generators = [action_generator(seed, index) for index in self._indices]
+        self._seed: int | None = seed
+        self._made: list[np.random.Generator] | None = None
+
+    @property
+    def _generators(self) -> list[np.random.Generator]:
+        """Made when they are needed: of a million envs with a policy they never are."""
+        if self._made is None:
+            self._made = [action_generator(self._seed, index) for index in self._indices]
+        return self._made
 
     def draw(self, steps: int) -> list[np.ndarray]:
         """Return, for each leaf of the action, the next `steps` actions `[steps, N, *shape]`."""
@@ -59,13 +68,17 @@ class ActionSampler:
             for leaf, start, end in zip(self._leaves, starts, self._ends, strict=False)
         ]
 
-    def state_dict(self) -> list[Any]:
-        """Return the state of each generator."""
-        return [generator.bit_generator.state for generator in self._generators]
+    def state_dict(self) -> tuple[int | None, list[Any] | None]:
+        """Return the seed, and the state of each generator if they were used."""
+        made = self._made
+        return self._seed, made and [generator.bit_generator.state for generator in made]
 
-    def load_state_dict(self, state: list[Any]) -> None:
+    def load_state_dict(self, state: tuple[int | None, list[Any] | None]) -> None:
         """Continue from what `state_dict` returned."""
-        for generator, inner in zip(self._generators, state, strict=True):
+        self.seed(state[0])
+        for generator, inner in zip(
+            self._generators if state[1] else (), state[1] or (), strict=True
+        ):
             generator.bit_generator.state = inner
 
 
@@ -80,7 +93,7 @@ class UniformPolicy(Policy):
     def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
         """Write all actions now; acting later is nothing."""
         for leaf, actions in zip(self.interface.actions, self.sampler.draw(steps), strict=True):
-            slab.arrays[leaf.key][:steps] = actions
+            slab.tensors[leaf.key][:steps].copy_(torch.from_numpy(actions))
         yield lambda t: None
 
 

@@ -1,7 +1,24 @@
 """The one loop in which a policy meets envs, and what is carried from rollout to rollout."""
 
+from swath.rollout.describe import described
+from swath.rollout.device import DeviceRunner, runner_for
 from swath.rollout.env import BoundEnvs, CallFailed, EnvGroup
-from swath.rollout.plan import Filled, Plan, lend, slab_for
+from swath.rollout.plan import Devices, Filled, Plan, lend, slab_for
 from swath.rollout.runner import Runner
+from swath.rollout.transfer import Transfer
 
-__all__ = ["BoundEnvs", "CallFailed", "EnvGroup", "Filled", "Plan", "Runner", "lend", "slab_for"]
+__all__ = [
+    "BoundEnvs",
+    "CallFailed",
+    "DeviceRunner",
+    "Devices",
+    "EnvGroup",
+    "Filled",
+    "Plan",
+    "Runner",
+    "Transfer",
+    "described",
+    "lend",
+    "runner_for",
+    "slab_for",
+]

@@ -9,6 +9,10 @@ A group is N envs that are stepped together. Bound to a slab it writes its outco
 ```
 
 Flags are False when the loop starts, so a group only has to write those that are True.
+
+Torch-native envs can be bound to a slab on their own device, too. Nobody asks there which envs have
+ended: `step(t)` writes all of row t, next observations included, and `reset(t + 1, mask)` the whole
+observation row t + 1.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import gymnasium as gym
+import torch
 
 from swath.memory import Field, Slab
 
@@ -30,7 +35,7 @@ class BoundEnvs(Protocol):
     """`step` has written the next observations too, and started the next episodes of envs that
     ended: their first observation is in row t + 1 already."""
 
-    def reset(self, t: int, which: Sequence[int] | None) -> None:
+    def reset(self, t: int, which: Any) -> None:
         """Start new episodes and write their first observation into row t."""
         ...
 
@@ -53,6 +58,8 @@ class EnvGroup(Protocol):
     """Any env can be reset at any time."""
     freezes: bool
     """Envs that ended can be left alone while others go on."""
+    native: bool
+    """Can be bound to a slab on the device where the envs live."""
     needs_shared_memory: bool
     """The envs live in other processes, so a slab must be in memory that those can map."""
 
@@ -63,6 +70,10 @@ class EnvGroup(Protocol):
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Give each env its seed; it counts from its next reset."""
+        ...
+
+    def place(self, device: torch.device | None) -> torch.device:
+        """Let the envs live on this device, if they can live anywhere; return where they do."""
         ...
 
     def freeze(self, which: Sequence[int]) -> None:

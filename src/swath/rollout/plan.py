@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,43 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType
 
-from swath.memory import HeapMemory, Layout, MemoryOrder, SharedMemory, Slab, SlabPool
+from swath.memory import HeapMemory, Layout, MemoryOrder, PinnedMemory, SharedMemory, Slab, SlabPool
+from swath.memory.weights import named_weights
+from swath.policies import policy_module
 from swath.rollout import columns, keys
 from swath.rollout.env import EnvGroup
+from swath.rollout.transfer import Transfer
 from swath.tree import Leaf
 
-__all__ = ["Filled", "Plan", "lend", "slab_for", "view"]
+__all__ = ["Devices", "Filled", "Plan", "lend", "slab_for", "view"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where envs, policy and batches live; None where nothing was said."""
+
+    env: torch.device | None = None
+    policy: torch.device | None = None
+    storing: torch.device | None = None
+
+    def settled(self, group: EnvGroup, policy: Any) -> tuple[torch.device, ...]:
+        """Return the three devices, after moving the envs if they can be moved.
+
+        A policy lives where its weights are, or beside the envs; batches are stored beside both, or
+        on the host.
+        """
+        env = group.place(_exact(self.env))
+        module = policy_module(policy)
+        weights = named_weights(module).values() if module is not None else ()
+        own = next((weight.device for weight in weights), env)
+        computes = _exact(self.policy) or own
+        stored = env if env == computes else torch.device("cpu")
+        return env, computes, _exact(self.storing) or stored
+
+
+def _exact(device: torch.device | None) -> torch.device | None:
+    """Return a device with its index, which the tensors that live there have."""
+    return None if device is None else torch.empty(0, device=device).device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +65,10 @@ class Plan:
     exploration_type: InteractionType = InteractionType.RANDOM
     memory_order: MemoryOrder = "time"
     compile_policy: dict[str, Any] | None = None
+    cudagraph: bool | str = "auto"
+    cudagraph_policy: bool = False
+    env_groups: int = 1
+    devices: Devices = field(default_factory=Devices)
     seed: int | None = None
     first_env: int = 0
     """The global index of the first env."""
@@ -60,17 +94,31 @@ class Filled:
     """Which rows of a broken rollout are frames, `[steps, N]`; None if all are."""
 
 
-def slab_for(group: EnvGroup, layout: Layout) -> Slab:
-    """Return a slab that these envs can write into."""
-    memory = SharedMemory if group.needs_shared_memory else HeapMemory
+def slab_for(group: EnvGroup, layout: Layout, pinned: bool = False) -> Slab:
+    """Return a slab that these envs can write into, `pinned` for a GPU to read if that can be."""
+    memory = SharedMemory if group.needs_shared_memory else PinnedMemory if pinned else HeapMemory
     return Slab(layout, memory(layout.nbytes))
 
 
 def lend(
-    pool: SlabPool, filled: Filled, observations: Sequence[Leaf], lead: tuple[int, ...]
+    pool: SlabPool,
+    filled: Filled,
+    observations: Sequence[Leaf],
+    lead: tuple[int, ...],
+    transfer: Transfer | None = None,
 ) -> TensorDict:
-    """Return a rollout as a batch `[*lead, T]` of views on its slab, which comes back by itself."""
-    return _complete(filled, observations, lead, partial(pool.lend, filled.slab))
+    """Return a rollout as a batch `[*lead, T]` of views on its slab, which comes back by itself.
+
+    With a transfer, on a slab of the device where batches are stored.
+    """
+    slab = filled.slab
+
+    def views(steps: int, lead: tuple[int, ...]) -> TensorDict:
+        if transfer is None:
+            return pool.lend(slab, steps, lead)
+        return transfer.pool.lend(transfer.move(slab, pool.give_back), steps, lead)
+
+    return _complete(filled, observations, lead, views)
 
 
 def view(filled: Filled, observations: Sequence[Leaf], lead: tuple[int, ...]) -> TensorDict:
@@ -92,5 +140,5 @@ def _complete(
         batch.set(keys.FINAL_OBS, table)
     if filled.mask is not None:
         mask = torch.from_numpy(filled.mask).T.reshape(*lead, steps)
-        batch.set(keys.MASK, mask.contiguous())
+        batch.set(keys.MASK, mask.contiguous().to(batch[keys.REWARD].device))
     return batch

@@ -21,18 +21,21 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import set_interaction_type
 
+from swath.devices import OwnStream
 from swath.errors import EnvError, PolicyError, SwathError, UsageError
 from swath.memory import Field, Layout, Slab, SlabPool
 from swath.observe import Episodes, Shares
-from swath.policies import ActionSampler, Interface, Policy, as_policy, probe
-from swath.policies.base import Act
+from swath.policies import ActionSampler, Interface, Policy, State, as_policy, probe
+from swath.policies.base import Act, TorchPolicy
 from swath.rollout import columns, keys, loop
 from swath.rollout.env import CallFailed, EnvGroup
+from swath.rollout.lanes import Lanes
 from swath.rollout.plan import Filled, Plan, lend, slab_for, view
+from swath.rollout.transfer import Transfer
 from swath.rollout.warmup import RandomFrames
-from swath.seeding import RandomState, env_seed
+from swath.seeding import RandomState, env_seed, env_seeds
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "Settle"]
 
 Settle = Callable[[int, Sequence[int]], bool]
 
@@ -58,6 +61,10 @@ class Runner:
         self.interface = Interface(
             group.observation_space, group.action_space, n, batched=group.batched
         )
+        self.devices = plan.devices.settled(group, policy)
+        """Where envs, policy and batches live."""
+        self._gpu = next((one for one in self.devices[:2] if one.type == "cuda"), None)
+        self.stream = OwnStream(self._gpu or torch.device("cpu"))
         self.indices = range(plan.first_env, plan.first_env + n)
         first = plan.first_env if plan.first_stream is None else plan.first_stream
         self.streams = range(first, first + n)
@@ -73,11 +80,11 @@ class Runner:
         self.partial: Filled | None = None
         self.finished: list[tuple[float, int]] = []
         """Return and length of the episodes that ended in the last rollout."""
-        self._filled = 0
+        self.filled = 0
         self._ends: list[tuple[int, int]] = []
         if plan.seed is not None:
             self.set_seed(plan.seed)
-        self.policy: Policy = as_policy(policy, self.interface, self.sampler)
+        self.policy = self._adapted(policy)
         if group.skips_rows and (self.policy.states or self.policy.needs_is_init):
             raise UsageError(
                 "a recurrent policy cannot be used with a vector env that resets in the next step: "
@@ -85,41 +92,65 @@ class Runner:
                 "autoreset_mode=AutoresetMode.SAME_STEP."
             )
         self._limits = _limits(group, plan.max_frames_per_traj)
-        self._carry: dict[Any, np.ndarray] = {}
+        self.carry: dict[Any, torch.Tensor] = {}
         self._needs_reset = True
         self._first_reset()
         self.layout = Layout(self._fields(), plan.steps, n, plan.memory_order)
-        self.pool = SlabPool(lambda: slab_for(group, self.layout))
+        self.pool = SlabPool(lambda: self._new_slab(self.layout))
+        self.transfer: Transfer | None = None
+        if self._first.device != self.devices[2]:
+            self.transfer = Transfer(self.layout, self._first.device, self.devices[2])
+        self._lanes = Lanes(self) if plan.env_groups > 1 else None
 
     # -- construction ---------------------------------------------------------------------------
 
     def _first_reset(self) -> None:
         """Reset the envs into a slab of one step, and show the policy what it will see."""
-        slab_layout = Layout(self._env_fields(), 1, self.group.num_envs)
-        slab = slab_for(self.group, slab_layout)
-        columns.clear(slab)
-        carried = [p.field.key for p in slab_layout.places.values() if p.field.carried]
         with self._surroundings():
-            self._reset_all(slab)
-            self._carry = {key: slab.arrays[key][0].copy() for key in carried}
-            self._carry_dtypes = {key: slab.tensors[key].dtype for key in carried}
+            layout = Layout(self._env_fields(), 1, self.group.num_envs)
+            self._first = self._new_slab(layout)
+            columns.clear(self._first)
+            self._reset_all(self._first)
+            carried = [key for key, place in layout.places.items() if place.field.carried]
+            self.carry = {key: self._first.tensors[key][0].clone() for key in carried}
             self._show()
+
+    def _new_slab(self, layout: Layout) -> Slab:
+        return slab_for(self.group, layout, pinned=self._gpu is not None)
 
     def _show(self) -> None:
         """Show the policy what it will see."""
-        index = slice(None) if self.interface.batched else 0
         rows = {
-            key: torch.from_numpy(np.array(row[index])).view(self._carry_dtypes[key])
-            for key, row in self._carry.items()
+            key: (row if self.interface.batched else row[0]).to(self.policy.device, copy=True)
+            for key, row in self.carry.items()
         }
         probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
 
     def use_policy(self, policy: Any) -> None:
         """Go on with another policy of the same form: a copy that nobody else changes."""
         self.user_policy = policy
-        self.policy = as_policy(policy, self.interface, self.sampler)
+        self.policy = self._adapted(policy)
         with self._surroundings():
             self._show()
+            self._lanes = Lanes(self) if self.plan.env_groups > 1 else None
+
+    def _adapted(self, policy: Any) -> Policy:
+        adapter = as_policy(policy, self.interface, self.sampler)
+        adapter.device = device = self.devices[1]
+        if self.plan.cudagraph_policy and device.type != "cuda":
+            raise UsageError(
+                f"cudagraph_policy needs a policy on a CUDA device; it is on {device}. Give a "
+                "policy_device, or leave it out."
+            )
+        if isinstance(adapter, TorchPolicy):
+            adapter.graphed = self.plan.cudagraph_policy
+        adapter.states = [State(one.key, one.initial.to(self.home)) for one in adapter.states]
+        return adapter
+
+    @property
+    def home(self) -> torch.device:
+        """Where slabs are written."""
+        return torch.device("cpu")
 
     def _env_fields(self) -> list[Field]:
         """Return the fields that do not depend on what the policy writes."""
@@ -141,9 +172,9 @@ class Runner:
     def set_seed(self, seed: int) -> None:
         """Restart every random stream; the next rollout starts with fresh episodes."""
         self._seed = seed
-        self.group.seed([env_seed(seed, index) for index in self.streams])
+        self.group.seed(env_seeds(seed, self.streams))
         self.sampler.seed(seed)
-        self.random_state = RandomState(seed, self.streams[0])
+        self.random_state = RandomState(seed, self.streams[0], self._gpu)
         self._needs_reset = True
 
     def reset(self) -> None:
@@ -151,22 +182,25 @@ class Runner:
         self._needs_reset = True
 
     def _reset_all(self, slab: Slab) -> None:
-        n = self.group.num_envs
         try:
             self.group.bind(slab, bare=True).reset(0, None)
         except CallFailed as failure:
             raise self._located(failure) from failure.__cause__
         for key in columns.ROOT_FLAGS:
-            slab.arrays[key][0] = False
+            slab.tensors[key][0] = False
         for state in self.policy.states:
             slab.tensors[state.key][0] = state.initial
         if self.policy.needs_is_init:
-            slab.arrays[keys.IS_INIT][0] = True
+            slab.tensors[keys.IS_INIT][0] = True
+        self._new_trajectories()
+        self.frozen[:] = False
+        self._needs_reset = False
+
+    def _new_trajectories(self) -> None:
+        n = self.group.num_envs
         self.traj_ids = np.arange(self.next_traj_id, self.next_traj_id + n)
         self.next_traj_id += n
         self.episodes.forget()
-        self.frozen[:] = False
-        self._needs_reset = False
 
     @property
     def all_frozen(self) -> bool:
@@ -197,24 +231,19 @@ class Runner:
         """
         steps = self.plan.steps if steps is None else steps
         started = perf_counter()
+        if self.transfer is not None:
+            self.transfer.reclaim()
         slab = self.pool.take() if slab is None else slab
-        self._filled, self._ends, self._versions = 0, [], [(0, self.version)]
+        self.filled, self._ends, self._versions = 0, [], [(0, self.version)]
         try:
             with self._surroundings():
-                self._begin(slab)
-                renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
-                self._envs = self.group.bind(slab, bare=True, eager=renews)
-                settle = _stopping(self._settler(slab), stop)
-                with self.policy.bound(slab, steps) as act:
-                    act = self.random_frames.wrap(act, self, slab, steps)
-                    act = self._refreshing(act, refresh)
-                    loop.run(steps, act, self._envs.step, settle, self.shares)
+                self._roll(slab, steps, refresh, stop)
         except CallFailed as failure:
             located = self._located(failure)
             self._keep_partial(slab, failure.completed)
             raise located from failure.__cause__
         except BaseException as error:
-            step = self.steps_made + self._filled
+            step = self.steps_made + self.filled
             self._keep_partial(slab)
             called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
             policys = isinstance(error, Exception) and not isinstance(error, EnvError)
@@ -228,11 +257,36 @@ class Runner:
             raise PolicyError(text, **where) from cause
         finally:
             self.shares.wall += perf_counter() - started
-        return self._finish(slab, self._filled)
+        return self._finish(slab, self.filled)
+
+    def _roll(
+        self,
+        slab: Slab,
+        steps: int,
+        refresh: Callable[[], int] | None,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        """Fill the rows of a slab."""
+        self._begin(slab)
+        if self._lanes is not None and not self.random_frames.left:
+            self._envs = self.group.bind(slab)
+            refreshed = self._refreshing(lambda t: None, refresh)
+            self._lanes.roll(
+                slab, steps, lambda s, span: _stopping(self._settler(s, span), stop), refreshed
+            )
+            return
+        renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
+        self._envs = self.group.bind(slab, bare=True, eager=renews)
+        settle = _stopping(self._settler(slab), stop)
+        with self.policy.bound(slab, steps) as act:
+            act = self.random_frames.wrap(act, self, slab, steps)
+            act = self._refreshing(act, refresh)
+            loop.run(steps, act, self._envs.step, settle, self.shares)
 
     def lend(self, filled: Filled) -> TensorDict:
         """Return a rollout as a batch; its slab comes back when nobody views it any more."""
-        return lend(self.pool, filled, self.interface.observations, self.interface.batch_shape)
+        lead = self.interface.batch_shape
+        return lend(self.pool, filled, self.interface.observations, lead, self.transfer)
 
     def view(self, filled: Filled) -> TensorDict:
         """Return a rollout as a batch that stays as it is until the next one."""
@@ -241,6 +295,7 @@ class Runner:
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.stream.entered())
             if self.random_state is not None:
                 stack.enter_context(self.random_state.installed())
             stack.enter_context(torch.no_grad())
@@ -249,8 +304,8 @@ class Runner:
 
     def _begin(self, slab: Slab) -> None:
         columns.clear(slab)
-        for key, row in self._carry.items():
-            slab.arrays[key][0] = row
+        for key, row in self.carry.items():
+            slab.tensors[key][0] = row
         if self._needs_reset:
             self._reset_all(slab)
         self._next_limit = _NEVER
@@ -275,16 +330,17 @@ class Runner:
 
         return act_fresh
 
-    def _settler(self, slab: Slab) -> Settle:
-        """Return the function that closes row t of this slab."""
-        pairs = self._pairs(slab)
+    def _settler(self, slab: Slab, span: tuple[int, int] | None = None) -> Settle:
+        """Return the function that closes row t of this slab, or of some of its envs."""
+        pairs = self._pairs(slab if span is None else slab.part(*span))
+        span = span or (0, self.group.num_envs)
 
         def settle(t: int, ended: Sequence[int]) -> bool:
             for following, current in pairs:
                 following[t] = current[t + 1]
             if len(ended) or t >= self._next_limit:
-                return self._end(slab, t, ended)
-            self._filled = t + 1
+                return self._end(slab, t, ended, span)
+            self.filled = t + 1
             return False
 
         return settle
@@ -294,20 +350,20 @@ class Runner:
         without_next = self.plan.compact_obs or self._envs.eager
         return columns.next_pairs(slab, self.interface, self.policy, without_next)
 
-    def _end(self, slab: Slab, t: int, ended: Sequence[int]) -> bool:
+    def _end(self, slab: Slab, t: int, ended: Sequence[int], span: tuple[int, int]) -> bool:
         """Close the episodes that ended at step t and start the next ones; True stops."""
         renewed = set(ended) if self._envs.eager else ()
         if t >= self._next_limit:
-            ended = self._truncate(slab, t, ended)
+            ended = self._truncate(slab, t, ended, span)
         if not len(ended):  # the limit was one of an episode that has ended before
-            self._filled = t + 1
+            self.filled = t + 1
             return False
         # Plain loops: mostly one env ends at a time, and a numpy index costs more than all of this.
         done = slab.arrays[keys.NEXT_DONE]
         for i in ended:
             done[t, i] = True
             self._ends.append((t, i))
-        self._filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
+        self.filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
         left = [i for i in ended if i not in renewed] if renewed else ended
         if self.plan.compact_obs and len(left):
             columns.keep_final(slab, self.interface, t, np.asarray(left))
@@ -336,11 +392,13 @@ class Runner:
         if self.policy.needs_is_init:
             slab.arrays[keys.IS_INIT][t, which] = True
 
-    def _truncate(self, slab: Slab, t: int, ended: Sequence[int]) -> Sequence[int]:
-        """Add the envs whose trajectory has reached its longest allowed length."""
+    def _truncate(
+        self, slab: Slab, t: int, ended: Sequence[int], span: tuple[int, int]
+    ) -> Sequence[int]:
+        """Add the envs of a span whose trajectory has reached its longest allowed length."""
         assert self._limits is not None
         live = np.flatnonzero(~self.frozen).tolist()
-        over = [i for i in live if self._last_steps[i] <= t]
+        over = [i for i in live if self._last_steps[i] <= t and span[0] <= i < span[1]]
         for i in over:
             slab.arrays[keys.NEXT_TRUNCATED][t, i] = True
             self._last_steps[i] = t + self._limits[i]
@@ -373,8 +431,8 @@ class Runner:
                 self._needs_reset = True
         reward = slab.arrays[keys.REWARD][:steps, :, 0]
         self.finished = self.episodes.add(reward, self._ends, mask)
-        for key, row in self._carry.items():
-            row[...] = slab.arrays[key][steps]
+        for key, row in self.carry.items():
+            row.copy_(slab.tensors[key][steps])
         self.steps_made += steps
         self.frames_made += frames
         return Filled(slab, steps, frames)
@@ -386,7 +444,7 @@ class Runner:
 
         The envs start new episodes afterwards.
         """
-        rows, mask = self._filled, None
+        rows, mask = self.filled, None
         if len(completed):
             which = np.asarray(completed)
             for following, current in self._pairs(slab):
@@ -406,7 +464,7 @@ class Runner:
         text = failure.message or (
             f"the env raised {type(cause).__name__}: {cause} in {failure.call}; see the cause above"
         )
-        step = self.steps_made + self._filled
+        step = self.steps_made + self.filled
         if failure.index is None:
             return EnvError(text, worker=self.plan.worker, step=step, seed=self._seed)
         index = self.indices[failure.index]
@@ -417,9 +475,9 @@ class Runner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next rollout depends on, the envs included where they pickle."""
-        random_state = self.random_state or RandomState.from_global()
+        random_state = self.random_state or RandomState.from_global(self._gpu)
         return {
-            "carry": {key: row.copy() for key, row in self._carry.items()},
+            "carry": {key: row.cpu().clone() for key, row in self.carry.items()},
             "needs_reset": self._needs_reset,
             "traj_ids": self.traj_ids.copy(),
             "next_traj_id": self.next_traj_id,
@@ -437,13 +495,13 @@ class Runner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        if set(state["carry"]) != set(self._carry):
+        if set(state["carry"]) != set(self.carry):
             raise UsageError(
                 "this state belongs to a collector with other keys: it carries "
-                f"{sorted(state['carry'])}, this one {sorted(self._carry)}."
+                f"{sorted(state['carry'])}, this one {sorted(self.carry)}."
             )
         for key, row in state["carry"].items():
-            self._carry[key][...] = row
+            self.carry[key].copy_(row)
         self._needs_reset = state["needs_reset"]
         self.traj_ids[...] = state["traj_ids"]
         self.frozen[...] = state["frozen"]
@@ -451,7 +509,7 @@ class Runner:
         self.steps_made, self.frames_made = state["steps_made"], state["frames_made"]
         self._seed, self.random_frames.left = state["seed"], state["random_left"]
         self.sampler.load_state_dict(state["sampler"])
-        self.random_state = self.random_state or RandomState(0)
+        self.random_state = self.random_state or RandomState(0, gpu=self._gpu)
         self.random_state.load_state_dict(state["random_state"])
         self.episodes.load_state_dict(state["episodes"])
         if state["envs"] is None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from swath.memory import Field, Slab
 from swath.policies import ActionSampler, UniformPolicy
@@ -57,6 +58,41 @@ class RandomFrames:
                     slab.arrays[leaf.key][t, chosen] = draw
                 for field in log_probs:
                     slab.arrays[field.key][t, chosen] = _log_prob(field, leaves, draws)
+
+        return act_at_random
+
+    def laid_over(self, act: Act, runner: Runner, slab: Slab, steps: int) -> Act:
+        """Do what `wrap` does for a slab on a device, where every row is a frame."""
+        column, n, leaves = (
+            slab.tensors.get(keys.RANDOM),
+            slab.layout.envs,
+            runner.interface.actions,
+        )
+        if column is None:
+            return act
+        uniform = isinstance(runner.policy, UniformPolicy)
+        rows = min(steps, -(-self.left // n))
+        if uniform or not rows:
+            column.fill_(uniform)
+            return act
+        column.copy_(torch.arange(column.numel()).view_as(column) < self.left)
+        draws = self._sampler.draw(rows)
+        placed = {leaf.key: draw for leaf, draw in zip(leaves, draws, strict=True)}
+        flat = [draw.reshape(-1, *draw.shape[2:]) for draw in draws]
+        for field in runner.policy.extras:
+            if field.key[-1].endswith("log_prob"):
+                values = _log_prob(field, leaves, flat).reshape(rows, n, *field.shape)
+                placed[field.key] = values.astype(np.float32)
+        tensors = [
+            (slab.tensors[key], torch.from_numpy(v).to(column.device)) for key, v in placed.items()
+        ]
+
+        def act_at_random(t: int) -> None:
+            act(t)
+            if t < rows:
+                for written, drawn in tensors:
+                    chosen = column[t].view(-1, *[1] * (drawn.ndim - 2))
+                    torch.where(chosen, drawn[t].to(written.dtype), written[t], out=written[t])
 
         return act_at_random
 

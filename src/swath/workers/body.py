@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from swath.memory import HeapMemory, Memory, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec, named_weights
 from swath.observe import Shares
 from swath.policies import made_by, policy_module
-from swath.rollout import Filled, Runner
+from swath.rollout import Filled, described, runner_for
 from swath.workers.messages import (
     Acknowledge,
     Attach,
     Begin,
     Built,
+    Call,
     Close,
     Collect,
     Detach,
@@ -44,6 +46,7 @@ from swath.workers.messages import (
     Store,
     TakeHeld,
     TakeState,
+    Value,
     Weights,
 )
 from swath.workers.store import RolloutStore
@@ -91,14 +94,17 @@ class Worker:
         policy = unpack(self._job.policy)
         if self._job.makes_policy:
             policy = made_by(policy)
-        self._runner = Runner(self._group, policy, message.plan)
-        module = policy_module(policy)
+        self._policy, module = policy, policy_module(policy)
+        if module is not None:
+            module.to(message.plan.devices.settled(self._group, policy)[1])
+        self._runner = runner_for(self._group, policy, message.plan)
         self._weights = {} if module is None else named_weights(module)
         if not self._port.shares_memory:  # weights come by themselves, into memory of our own
             spec = WeightSpec.of(module)
             self._block = WeightBlock(spec, 1, HeapMemory(WeightBlock.nbytes(spec, 1)))
         fields = [place.field for place in self._runner.layout.places.values()]
-        self._port.send(Ready(self._runner.interface, fields, WeightSpec.of(module)))
+        plan = described(self._runner, module is not None)
+        self._port.send(Ready(self._runner.interface, fields, WeightSpec.of(module), plan))
 
     def run(self) -> None:
         """Follow messages until the one that says to end."""
@@ -113,6 +119,7 @@ class Worker:
             Acknowledge: self._acknowledge,
             TakeState: self._take_state,
             PutState: self._put_state,
+            Call: self._call,
             Store: self._store_in,
             TakeHeld: self._take_held,
         }
@@ -126,6 +133,7 @@ class Worker:
                 except Exception as error:
                     self._port.send(Failed(pack_error(error)))
         finally:
+            self._block = None  # memory of a GPU is given back by hand
             self._group.close()
 
     def _attach(self, message: Attach, memory: Memory) -> None:
@@ -140,7 +148,11 @@ class Worker:
         self._slabs.pop(message.slab, None)  # it may be another worker's, or of one before us
 
     def _use_block(self, message: Weights, memory: Memory) -> None:
-        self._block = WeightBlock(message.spec, message.readers, memory)
+        on_gpu = None
+        if message.handle is not None:
+            opened, arguments = message.handle
+            on_gpu = opened(*arguments)
+        self._block = WeightBlock(message.spec, message.readers, memory, on_gpu)
         self._reader = message.reader
         if isinstance(memory, SharedMemory):
             memory.close_descriptor()
@@ -189,7 +201,7 @@ class Worker:
 
     def _take_state(self, message: TakeState) -> None:
         self._runner.version = self._newest()  # as the next rollout would
-        weights = {name: value.detach() for name, value in self._weights.items()}
+        weights = {name: value.detach().cpu() for name, value in self._weights.items()}
         self._port.send(State(pack((self._runner.state_dict(), weights), "the state")))
 
     @torch.no_grad()
@@ -199,6 +211,11 @@ class Worker:
         for name, value in weights.items():
             self._weights[name].copy_(value)
         self._port.send(Done())
+
+    def _call(self, message: Call) -> None:
+        envs = getattr(self._group, "envs", [self._group])
+        about = SimpleNamespace(worker=self._job.number, envs=envs, policy=self._policy)
+        self._port.send(Value(pack(unpack(message.function)(about), "what it returned")))
 
     def _collect(self, order: Collect) -> None:
         runner, slab = self._runner, self._slabs[order.slab]
@@ -212,7 +229,8 @@ class Worker:
             report: Failed | Rolled = Failed(pack_error(error), order.slab, *done)
         else:
             report = self._stored(order, filled)
-        self._port.send(report, slab.memory.array)
+        stored = self._store is not None and isinstance(report, Rolled)
+        self._port.send(report, None if stored else slab.memory.array)
 
     def _stored(self, order: Collect, filled: Filled) -> Failed | Rolled:
         """Write a rollout to the replay buffer, if there is one for it, and tell of it."""

@@ -14,24 +14,36 @@ workers, wait for them until the deadline, kill the rest.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 from swath.errors import ClosedError
 from swath.links import Link, pack
-from swath.workers.messages import Built, Close, Died, Done, Failed, Job, Ready, State
+from swath.workers.messages import (
+    Built,
+    Close,
+    Died,
+    Done,
+    Failed,
+    Job,
+    Ready,
+    State,
+    Value,
+)
 from swath.workers.place import LocalPlace, Place
 from swath.workers.shield import Shield
 
 __all__ = ["Crew"]
 
-_ANSWERS = (Built, Ready, Done, State)
+_ANSWERS = (Built, Ready, Done, State, Value)
 
 
 class Crew:
@@ -46,9 +58,10 @@ class Crew:
     def __init__(
         self, jobs: Sequence[Job], timeout: float | None, place: Place | None = None
     ) -> None:
-        self._jobs, self._timeout = jobs, timeout
+        self._jobs, self._timeout = list(jobs), timeout
         self.place: Place = LocalPlace() if place is None else place
         self._links: dict[int, Link] = {}
+        self._silent: set[int] = set()
         self._owing: dict[int, deque[float]] = {}
         self._reports: deque[tuple[int, Any]] = deque()
         self._unwanted: dict[int, int] = {}
@@ -63,6 +76,11 @@ class Crew:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def hire(self, like: int) -> int:
+        """Return the number of a further worker, to be launched, with the job of this one."""
+        self._jobs.append(replace(self._jobs[like], number=len(self._jobs)))
+        return len(self._jobs) - 1
+
     @property
     def links(self) -> dict[int, Link]:
         """The link to each worker that lives."""
@@ -76,6 +94,7 @@ class Crew:
             self._check_open()
             jobs = {number: pack(self._jobs[number], "the job") for number in numbers}
             self._links.update(self.place.launch(jobs))
+            self._silent.update(numbers)
             for number in numbers:
                 self._owing[number] = deque([monotonic()])
                 self._unwanted[number] = 0
@@ -84,29 +103,35 @@ class Crew:
         """End a worker, whatever it is doing, and forget what it has said."""
         link = self._links.pop(number, None)
         if link is not None:
+            self._ended[number] = Died(link.name, "was ended and not started again.")
             link.kill()
             link.close()
         self._reports = deque(one for one in self._reports if one[0] != number)
 
-    def tell_again(self, number: int, report: Any) -> None:
-        """End a worker and let this report of it be the next that is heard."""
+    def retire(self, number: int, timeout: float) -> None:
+        """End a worker that is needed no more: asked first, killed after `timeout` seconds."""
+        link = self._links.get(number)
+        if link is not None:
+            link.interrupt()
+            self.tell(number, Close())
+            del self._links[number]
+            link.close(timeout)
         self.dismiss(number)
-        self._reports.appendleft((number, report))
 
     def tell(self, number: int, message: Any, *more: Any) -> None:
         """Send a message that has no answer; if the worker is gone, the next wait says so."""
         link = self._links.get(number)
         if link is not None:
-            try:
+            with contextlib.suppress(EOFError):
                 link.send(message, *more)
-            except EOFError:
-                pass
 
     def order(self, number: int, message: Any, *more: Any) -> None:
         """Send a message that will be answered; by how it ended, if the worker is gone."""
-        if number in self._links:
+        link = self._links.get(number)
+        if link is not None:
             self._owing[number].append(monotonic())
-            self.tell(number, message, *more)
+            with contextlib.suppress(EOFError):
+                link.ask(message, *more)
         elif number in self._ended:
             self._reports.append((number, self._ended[number]))
 
@@ -191,6 +216,7 @@ class Crew:
         if spoke:
             try:
                 report = link.receive()
+                self._silent.discard(number)
                 if self._unwanted[number] and _is_answer(report):  # who asked was interrupted
                     self._unwanted[number] -= 1
                 else:
@@ -206,32 +232,36 @@ class Crew:
 
     def _bury(self, number: int, late: float | None) -> None:
         link = self._links.pop(number)
-        how = link.ended()
+        unplaced, how = late is not None and link.pid is None, link.ended()
+        if late is not None and number in self._silent and self.place.launch_limit is not None:
+            if not unplaced:
+                how = f"has made no envs within {late:g} s (launch_timeout) and was killed."
+            late = None
         link.kill()
         link.close()
-        self._ended[number] = Died(link.name, how, late)
+        self._ended[number] = Died(link.name, how, late, unplaced)
         self._reports.append((number, self._ended[number]))
+
+    def _limit(self, number: int) -> float | None:
+        """Return how many seconds a worker has for the answer that it owes."""
+        first = self.place.launch_limit if number in self._silent else None
+        return self._timeout if first is None else first
+
+    def _deadlines(self) -> dict[int, float]:
+        limits = {n: self._limit(n) for n in self._links if self._owing[n]}
+        return {n: self._owing[n][0] + one for n, one in limits.items() if one is not None}
 
     def _patience(self) -> int | None:
         """Return how many milliseconds to wait before somebody is too late."""
-        if self._timeout is None:
-            return None
-        since = [
-            times[0] for number, times in self._owing.items() if times and number in self._links
-        ]
-        if not since:
-            return None
-        return max(0, math.ceil((min(since) + self._timeout - monotonic()) * 1000))
+        until = self._deadlines().values()
+        return max(0, math.ceil((min(until) - monotonic()) * 1000)) if until else None
 
     def _kill_late(self) -> None:
-        if self._timeout is None:
-            return
-        now = monotonic()
-        for number, link in list(self._links.items()):
-            times = self._owing[number]
-            if times and now - times[0] >= self._timeout and not link.waits():
-                link.kill()
-                self._bury(number, self._timeout)
+        for number, until in self._deadlines().items():
+            if monotonic() >= until and not self._links[number].waits():
+                limit = self._limit(number)
+                self._links[number].kill()
+                self._bury(number, limit)
 
     # -- the end --------------------------------------------------------------------------------
 

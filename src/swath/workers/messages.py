@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ __all__ = [
     "Attach",
     "Begin",
     "Built",
+    "Call",
     "Close",
     "Collect",
     "Detach",
@@ -36,6 +38,7 @@ __all__ = [
     "Store",
     "TakeHeld",
     "TakeState",
+    "Value",
     "Weights",
 ]
 
@@ -76,6 +79,8 @@ class Weights:
     readers: int
     reader: int
     """Which of them the worker is."""
+    handle: Any = None
+    """How to open the memory of a GPU that holds them."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ class Store:
 
     finish: bytes
     """What is done with rollouts before, packed."""
-    handle: Handle | None
+    handle: Handle | bytes | None
+    """Of memory; or a buffer in an actor, packed."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,13 @@ class Acknowledge:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Call a function with what the worker holds; answered by `Value`."""
+
+    function: bytes
+
+
+@dataclass(frozen=True)
 class Close:
     """Close the envs and end."""
 
@@ -182,6 +195,8 @@ class Ready:
     interface: Interface
     fields: Sequence[Field]
     weights: WeightSpec
+    devices: str = ""
+    """The device plan, in words."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +238,13 @@ class State:
 
 
 @dataclass(frozen=True)
+class Value:
+    """What a function returned, packed."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
 class Done:
     """It is done."""
 
@@ -235,3 +257,5 @@ class Died:
     how: str
     late: float | None = None
     """It was killed since it had given no answer for so many seconds."""
+    unplaced: bool = False
+    """There was no place for it, in all the time that it had."""

@@ -15,6 +15,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
 from swath.links import Link, ProcessLink
 from swath.memory import Layout, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec
@@ -31,6 +34,11 @@ _OPEN_DESCRIPTORS = 64
 
 class Place(Protocol):
     """Starts workers and says how memory reaches them."""
+
+    @property
+    def launch_limit(self) -> float | None:
+        """Seconds that a worker has for its first word; None: as for any other answer."""
+        ...
 
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start these workers; each will answer `Built`."""
@@ -102,6 +110,8 @@ class Publisher(Protocol):
 class LocalPlace:
     """Processes of this machine, from the fork server."""
 
+    launch_limit = None
+
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start workers; see `Place`."""
         return {number: ProcessLink(main, payload) for number, payload in payloads.items()}
@@ -150,7 +160,7 @@ class _SharedSlabs:
     def tidy(self) -> None:
         while self._unused:
             number = self._unused.popleft()
-            for worker in range(len(self._crew)):
+            for worker in list(self._crew.links):
                 self._crew.tell(worker, Detach(number))
 
     def close(self) -> None:
@@ -161,12 +171,22 @@ class _SharedSlabs:
 class _SharedWeights(WeightBlock):
     def __init__(self, crew: Crew, spec: WeightSpec) -> None:
         self._own = SharedMemory(self.nbytes(spec, len(crew)))
-        super().__init__(spec, len(crew), self._own)
+        self._shared: torch.Tensor | None = None
+        if spec.gpu is not None:  # weights go from GPU to GPU, by CUDA IPC
+            size = (2 * len(crew) + 2) * spec.nbytes
+            self._shared = torch.empty(size, dtype=torch.uint8, device=spec.gpu)
+        super().__init__(spec, len(crew), self._own, self._shared)
         self._crew = crew
 
     def begin(self, worker: int) -> None:
-        message = Weights(self.spec, len(self._crew), worker)
+        share: Any = reduce_tensor
+        handle = None if self._shared is None else share(self._shared)
+        message = Weights(self.spec, len(self._crew), worker, handle)
         self._crew.tell(worker, message, [self._own])
 
     def close(self) -> None:
         self._own.close_descriptor()
+        if self._shared is not None:
+            self._shared = None
+            self._buffers.clear()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

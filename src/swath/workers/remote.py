@@ -13,6 +13,8 @@ Shutdown: links first (see `links/remote.py`), then the gate, so that nobody com
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -162,6 +164,8 @@ class RemotePlace:
         self._gate, self._medium, self._launcher = gate, medium, launcher
         self._invitation, self._limit = invitation, limit
 
+    launch_limit = None
+
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start workers and wait until each has come in."""
         started = self._launcher.start(self._invitation, list(payloads))
@@ -236,12 +240,22 @@ class _Part:
 
     @property
     def block(self) -> np.ndarray:
-        return self.own.memory.array
+        array = self.own.memory.array
+        assert array is not None
+        return array
 
     def arrived(self) -> None:
         if self.own is not self.slab:
             for key, array in self.slab.arrays.items():
                 array[:, slice(*self.span)] = self.own.arrays[key]
+
+    def came(self, block: np.ndarray) -> None:
+        if self.own is self.slab:
+            self.block[:] = block
+        else:
+            for key, place in self.own.layout.places.items():
+                rows = self.own.layout.array(block, place)
+                self.slab.arrays[key][:, slice(*self.span)] = rows
 
 
 class RemoteSlabs:
@@ -295,15 +309,19 @@ class RemoteWeights:
 
     def __init__(self, crew: Crew, spec: WeightSpec) -> None:
         self._crew, self._spec = crew, spec
+        self._begun: dict[int, Link] = {}
+        self._lock = threading.RLock()
         self._newest = np.zeros(spec.nbytes, np.uint8)
         self._missing = spec.optional
-        self._current: dict[int, tuple[Publish, np.ndarray]] = {}
-        self._later: dict[int, tuple[Publish, np.ndarray]] = {}
+        self._current: dict[int, tuple[Publish, Any]] = {}
+        self._later: dict[int, tuple[Publish, Any]] = {}
 
     def begin(self, worker: int) -> None:
-        """Send what is current to a worker that was started again."""
-        if worker in self._current:
-            self._push(worker, *self._current[worker])
+        """Let a worker have what is published, from now on, and what is current."""
+        with self._lock:
+            self._begun[worker] = self._crew.links[worker]
+            if worker in self._current:
+                self._push(worker, *self._current[worker])
 
     @torch.no_grad()
     def publish(
@@ -316,24 +334,29 @@ class RemoteWeights:
         for name, view in self._spec.unflatten(block).items():
             view.copy_(fitting.get(name, before[name]))
         self._newest, self._missing = block, self._missing - set(fitting)
-        self._later.update(dict.fromkeys(workers, (Publish(version, self._missing), block)))
+        what = Publish(version, self._missing), self._parcel(block)
+        self._later.update(dict.fromkeys(workers, what))
         if not later:
             self.direct()
 
+    def _parcel(self, block: np.ndarray) -> Any:
+        """Return a block as links take it."""
+        return block
+
     def direct(self) -> None:
         """Send what was published for later."""
-        later, self._later = self._later, {}
-        self._current.update(later)
-        for worker, what in later.items():
-            self._push(worker, *what)
+        with self._lock:
+            later, self._later = self._later, {}
+            self._current.update(later)
+            for worker, what in later.items():
+                self._push(worker, *what)
 
-    def _push(self, worker: int, message: Publish, block: np.ndarray) -> None:
+    def _push(self, worker: int, message: Publish, block: Any) -> None:
         link: Any = self._crew.links.get(worker)
-        if link is not None:
-            try:
+        begun = link is not None and link is self._begun.get(worker)
+        if begun:  # not while it is being started
+            with contextlib.suppress(EOFError):  # the next wait says so
                 link.push(message, block)
-            except EOFError:  # the next wait says so
-                pass
 
     def close(self) -> None:
         """Nothing is shared."""

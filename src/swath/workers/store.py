@@ -24,7 +24,7 @@ from swath.data import ReplayBuffer
 from swath.data.storage import Handle
 from swath.delivery.split import split_trajectories
 from swath.delivery.trajectories import TrajectoryAssembler
-from swath.links import pack
+from swath.links import pack, unpack
 from swath.memory import SharedMemory
 
 __all__ = ["Finish", "RolloutStore"]
@@ -63,12 +63,15 @@ class RolloutStore:
     def __init__(self, finish: Finish, watch: Callable[[], None]) -> None:
         self._finish, self._watch = finish, watch
         self.assembler = finish.assembler()
-        self._buffer: ReplayBuffer | None = None
+        self._buffer: Any = None
         self._waiting: list[TensorDictBase] = []
 
-    def attach(self, handle: Handle, memory: SharedMemory) -> None:
+    def attach(self, handle: Handle | bytes, *memory: SharedMemory) -> None:
         """Write what has waited for this, and all that comes."""
-        self._buffer = ReplayBuffer.attached(handle, memory)
+        if isinstance(handle, bytes):
+            self._buffer = unpack(handle)
+        else:
+            self._buffer = ReplayBuffer.attached(handle, *memory)
         self._buffer.watch = self._watch
         waiting, self._waiting = self._waiting, []
         for batch in waiting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ class Supervisor:
 
     restart: bool
     max_restarts: int
+    name: Callable[[int], str | None] = lambda worker: None
+    """Says in words where a worker runs, if that is worth telling."""
     restarts: int = 0
     lost_rollouts: int = 0
     lost_trajectories: list[int] = field(default_factory=list)
@@ -40,7 +42,10 @@ class Supervisor:
     def error(self, worker: int, event: Failed | Died) -> BaseException:
         """Return what to raise for a failure that is not forgiven."""
         if isinstance(event, Failed):
-            return _located(unpack_error(event.error), worker)
+            error, who = _located(unpack_error(event.error), worker), self.name(worker)
+            if who is not None:
+                error.args = (f"{error} ({who})",)
+            return error
         how = event.how
         if event.late is not None:
             how = f"gave no answer for {event.late:g} s (worker_timeout) and was killed."

@@ -5,6 +5,7 @@ from swath.collectors.distributed.generic import (
     DistributedSyncCollector,
     RPCCollector,
 )
+from swath.collectors.distributed.ray import RayCollector
 from swath.workers.delayed import submitit_delayed_launcher
 
 DistributedDataCollector = DistributedCollector
@@ -18,5 +19,6 @@ __all__ = [
     "DistributedSyncDataCollector",
     "RPCCollector",
     "RPCDataCollector",
+    "RayCollector",
     "submitit_delayed_launcher",
 ]

@@ -13,11 +13,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from swath.collectors.distributed.paired import PairedCollector, paired
 from swath.collectors.jobs import each_of, node_options
-from swath.collectors.multi import MultiCollector
-from swath.collectors.multi_async import MultiAsyncCollector
-from swath.collectors.multi_sync import MultiSyncCollector
-from swath.collectors.options import Options
 from swath.errors import UsageError
 from swath.links.gate import Gate, guess_host, new_secret
 from swath.links.media import medium_for
@@ -30,7 +27,8 @@ from swath.workers.worlds import find_world
 __all__ = ["DistributedCollector", "DistributedSyncCollector", "RPCCollector"]
 
 
-class DistributedCollector(MultiCollector):
+@paired
+class DistributedCollector(PairedCollector):
     """Collect with workers that share no memory with this process, on this or on other machines.
 
     With `sync=True` batches are those of `MultiSyncCollector`, otherwise those of
@@ -51,14 +49,6 @@ class DistributedCollector(MultiCollector):
     """
 
     _scope = "cluster"
-    _defaults: Mapping[str, Any] = {}
-    _deliveries: tuple[type, type] | None = None
-    """What delivers first come first served, and what delivers from all."""
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Return a collector that delivers as `sync` says."""
-        sync = {**cls._defaults, **options}.get("sync", False)
-        return object.__new__(cls if cls._deliveries is None else cls._deliveries[bool(sync)])
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         delayed = delayed_options() if options.get("launcher") == "submitit_delayed" else {}
@@ -115,6 +105,7 @@ class DistributedCollector(MultiCollector):
         return RemotePlace(gate, medium, launcher, invitation, options.launch_timeout)
 
 
+@paired
 class DistributedSyncCollector(DistributedCollector):
     """`DistributedCollector` with `sync=True`.
 
@@ -127,6 +118,7 @@ class DistributedSyncCollector(DistributedCollector):
     _defaults: Mapping[str, Any] = {"sync": True}
 
 
+@paired
 class RPCCollector(DistributedCollector):
     """`DistributedCollector` whose slabs and weights travel by `torch.distributed.rpc`.
 
@@ -137,12 +129,3 @@ class RPCCollector(DistributedCollector):
     """
 
     _defaults: Mapping[str, Any] = {"backend": "rpc"}
-
-
-for _kind in (DistributedCollector, DistributedSyncCollector, RPCCollector):
-    _kind.__signature__ = Options.signature("cluster")  # type: ignore[attr-defined]
-    _about = {"__module__": __name__, "__doc__": _kind.__doc__, "_deliveries": None}
-    _kind._deliveries = (
-        type(_kind.__name__, (_kind, MultiAsyncCollector), _about),
-        type(_kind.__name__, (_kind, MultiSyncCollector), _about),
-    )

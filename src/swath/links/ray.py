@@ -1,0 +1,359 @@
+"""The link between your process and a worker in a Ray actor, and the cluster that it runs on.
+
+```
+  your process                                                  actor
+  RayLink  ---- tell(n, message), ask(n, message): calls ---->  RayPort -- worker, in run()
+      |    <=== the answer of an ask: a report, and one block       |
+      |    ==== push(n, message, weights): one object for all ===>  |
+      '--- the end of run() is the end of the worker ------------'
+```
+
+Calls of one link may overtake each other, so each has a number, and the port takes them in order;
+so do answers. Nobody polls: a call that ends rings a bell, in a thread of Ray's, and the crew waits
+for bells. A block comes as one numpy array in Ray's store, which is read-only: it is copied once,
+into the slab, and let go. The place owns the actor; order of shutdown: `close` message, the end of
+`run`, or the time limit, then the actor is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import os
+import pickle
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from swath.links.bell import Bell
+from swath.links.remote import Expected
+from swath.memory import SharedMemory
+
+__all__ = ["RayLink", "RayPort", "enter", "leave", "needed", "writable"]
+
+_END = object()
+
+
+def needed() -> Any:
+    """Return the module `ray`, imported on first use."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("Ray is not installed; this needs it: pip install swath[ray]") from error
+    return ray
+
+
+def writable(block: np.ndarray) -> np.ndarray:
+    """Return the same memory as torch wants it; it is Ray's and must only be read."""
+    if block.flags.writeable or not block.nbytes:
+        return block
+    pointer: Any = (ctypes.c_uint8 * block.nbytes).from_address(block.ctypes.data)
+    pointer.owner = block
+    return np.frombuffer(pointer, np.uint8)
+
+
+# -- the cluster --------------------------------------------------------------------------------
+
+_users, _entering = 0, threading.Lock()
+
+
+def enter(address: str | None, config: Mapping[str, Any], cpus: float) -> None:
+    """Use the cluster that this process is connected to, or connect, or start one here.
+
+    Args:
+        address: Of a cluster that runs; by default what `RAY_ADDRESS` says, if anything.
+        config: Further arguments of `ray.init`.
+        cpus: That a cluster of our own must offer, whatever the machine has.
+    """
+    global _users
+    ray = needed()
+    with _entering:
+        if not ray.is_initialized():
+            _users = 0
+            options = {"logging_level": "error", "log_to_driver": False, **config}
+            options.setdefault("address", address or os.environ.get("RAY_ADDRESS"))
+            if options["address"] in (None, "local"):
+                options["address"] = "local"
+                options.setdefault("include_dashboard", False)
+                options.setdefault("num_cpus", max(int(-(-cpus // 1)), os.cpu_count() or 1))
+                options.setdefault("object_store_memory", 1 << 30)
+            ray.init(**options)
+            _users = 1
+        elif _users:
+            _users += 1
+
+
+def leave() -> None:
+    """End what `enter` has begun, when nobody else uses it."""
+    global _users
+    with _entering:
+        if _users:
+            _users -= 1
+            if not _users and needed().is_initialized():
+                needed().shutdown()
+
+
+# -- your process's side ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Interrupt:
+    on: bool
+
+
+class RayLink:
+    """Your process's end.
+
+    Args:
+        actor: That has the methods of a `RayPort`'s owner; see `workers/ray.py`.
+        job: What its `run` is called with.
+        where: Says in words why the actor has found no place yet.
+        on_close: Called once the actor is let go.
+    """
+
+    shares_memory = False
+    sentinel = None
+
+    def __init__(
+        self, actor: Any, job: bytes, where: Callable[[], str], on_close: Callable[[], None]
+    ) -> None:
+        self._actor, self._where, self._on_close = actor, where, on_close
+        self.name = f"actor {actor._actor_id.hex()[:8]}, not placed"
+        self.pid: int | None = None
+        self.host: str | None = None
+        self.attached: set[int] = set()
+        self._bell, self._lock = Bell(), threading.Lock()
+        self._sends, self._numbers = threading.RLock(), itertools.count()
+        self._pushes: deque[Any] = deque()
+        self._expected: deque[Expected | None] = deque()
+        self._answers: dict[int, Any] = {}
+        self._arrived: deque[Any] = deque()
+        self._asked = self._heard = 0
+        self._reason: str | None = None
+        self._interrupted = self._closed = False
+        self._ended = threading.Event()
+        _when_done(actor.here.remote(), self._placed)
+        _when_done(actor.run.remote(job), self._over)
+        self.expect()
+
+    def _placed(self, about: Any, error: BaseException | None) -> None:
+        if error is None:
+            self.pid, self.host, node = about
+            actor = self._actor._actor_id.hex()[:8]
+            self.name = f"actor {actor} on {self.host} ({node}), process {self.pid}"
+
+    def _over(self, _: Any, error: BaseException | None) -> None:
+        with self._lock:
+            self._reason = "has ended." if error is None else _words(error)
+            self._release()
+        self._ended.set()
+
+    def _answer(self, turn: int, answer: Any, error: BaseException | None) -> None:
+        with self._lock:
+            if error is not None:
+                self._reason = self._reason or _words(error)
+            self._answers[turn] = _END if error is not None else answer
+            self._release()
+
+    def _release(self) -> None:
+        """Let answers be heard that all before have come; then the end."""
+        before = len(self._arrived)
+        while self._heard in self._answers:
+            self._arrived.append(self._answers.pop(self._heard))
+            self._heard += 1
+        if self._reason is not None and self._heard == self._asked:
+            self._arrived.append(_END)
+        if len(self._arrived) > before and not self._closed:
+            self._bell.ring()  # only if there is something new: who hears it, takes one
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on for messages."""
+        return self._bell.fileno()
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        if self._reason is not None or not needed().is_initialized():
+            raise EOFError(self._reason)
+        return method.remote(next(self._numbers), *arguments)
+
+    def send(self, message: Any, sizes: Sequence[int] = ()) -> None:
+        """Send a message, with memory for the worker to make; EOFError if it is gone."""
+        with self._sends:
+            self._call(self._actor.tell, message, sizes)
+
+    def ask(
+        self, message: Any, sizes: Sequence[int] = (), expected: Expected | None = None
+    ) -> None:
+        """Send a message that is answered, with a block if one is expected."""
+        with self._sends:
+            turn = self._asked
+            call = self._call(self._actor.ask, turn, message, sizes)
+            self._expected.append(expected)
+            self._asked += 1
+        _when_done(call, functools.partial(self._answer, turn))
+
+    def expect(self) -> None:
+        """Let a message come that answers none, such as the first word of a worker."""
+        with self._sends:
+            turn, self._asked = self._asked, self._asked + 1
+            self._expected.append(None)
+            call = self._actor.ask.remote(None, turn, None, ())
+        _when_done(call, functools.partial(self._answer, turn))
+
+    def push(self, message: Any, block: Any) -> None:
+        """Send a message that the worker reads at once, also in a rollout, with an object."""
+        with self._sends:
+            while len(self._pushes) > 1:  # one is under way: more would pile up
+                needed().wait([self._pushes.popleft()])
+            self._pushes.append(self._call(self._actor.push, message, block))
+
+    def receive(self) -> Any:
+        """Wait for a message, and put its block where it belongs; EOFError if it is gone."""
+        self._bell.take()
+        with self._lock:
+            answer = self._arrived.popleft()
+            if answer is _END:
+                self._arrived.append(_END)
+            if self._arrived:
+                self._bell.ring()
+        if answer is _END:
+            raise EOFError(self._reason)
+        report, block = answer
+        expected = self._expected.popleft()
+        if block is not None and expected is not None:
+            expected.came(block)
+        return pickle.loads(report)
+
+    def waits(self) -> bool:
+        """Tell whether a message waits."""
+        return bool(self._arrived)
+
+    def interrupt(self, on: bool = True) -> None:
+        """Ask the worker to end the rollout that it is in after the step that it is in."""
+        if on != self._interrupted:
+            self._interrupted = on
+            with contextlib.suppress(EOFError):
+                self.send(_Interrupt(on))
+
+    def ended(self) -> str:
+        """Say how the worker ended, or why it has not begun."""
+        if self._reason is None and self.pid is None:
+            return self._where()
+        return self._reason or "was lost."
+
+    def kill(self) -> None:
+        """End the actor, whatever it is doing."""
+        if needed().is_initialized():
+            needed().kill(self._actor, no_restart=True)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Let go of the actor once its worker has ended; kill it after `timeout` seconds."""
+        if needed().is_initialized():
+            self._ended.wait(0.0 if self.pid is None else timeout)
+            self.kill()
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._bell.close()
+            self._on_close()
+
+
+def _when_done(call: Any, then: Callable[[Any, BaseException | None], None]) -> None:
+    """Call `then` with what a call of an actor returns or raises, in a thread of Ray's."""
+
+    def done(future: Any) -> None:
+        error = future.exception()
+        then(None if error is not None else future.result(), error)
+
+    call.future().add_done_callback(done)
+
+
+def _words(error: BaseException) -> str:
+    """Return why an actor ended, in a line."""
+    text = str(error)
+    if "process has died" in text:
+        return "died: its process was killed or crashed (killed, often out of memory)."
+    if "node has died" in text:
+        return "died with its node."
+    if "ray.kill" in text:
+        return "was killed through Ray."
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"was lost: {type(error).__name__}: {(lines or [''])[0][:300]}"
+
+
+# -- the worker's side --------------------------------------------------------------------------
+
+
+class RayPort:
+    """The worker's end; the actor's threads put messages in and take reports out."""
+
+    shares_memory = False
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[tuple[Any, list[Any]] | None] = queue.SimpleQueue()
+        self._early: dict[int, tuple[Any, ...]] = {}
+        self._next, self._delivering = 0, threading.Lock()
+        self._state = threading.Condition()
+        self._reports: dict[int, Any] = {}
+        self._turns = itertools.count()
+        self._flag = self._over = False
+        self.on_push: Callable[[Any, np.ndarray], None] | None = None
+
+    def deliver(self, number: int, *what: Any) -> None:
+        """Take a message, with sizes of memory or with a pushed block, when its turn has come."""
+        with self._delivering:
+            self._early[number] = what
+            while self._next in self._early:
+                now, self._next = self._early.pop(self._next), self._next + 1
+                self._take_in(*now)
+
+    def _take_in(self, message: Any, sizes: Sequence[int], block: np.ndarray | None = None) -> None:
+        if isinstance(message, _Interrupt):
+            self._flag = message.on
+        elif block is not None:
+            assert self.on_push is not None
+            self.on_push(message, writable(block))
+        else:
+            self._inbox.put((message, [SharedMemory(size) for size in sizes]))
+
+    def report(self, turn: int) -> Any:
+        """Wait for the report with this number; EOFError if the worker ends without it."""
+        with self._state:
+            self._state.wait_for(lambda: turn in self._reports or self._over)
+            if turn not in self._reports:
+                raise EOFError("the worker has ended")
+            return self._reports.pop(turn)
+
+    def receive(self) -> tuple[Any, list[Any]]:
+        """Wait for a message and return it with the memory that was asked for."""
+        got = self._inbox.get()
+        if got is None:
+            raise EOFError("the other side is gone")
+        return got
+
+    def send(self, message: Any, block: np.ndarray | None = None) -> None:
+        """Let a report be taken, with a block, which must stay as it is until it was."""
+        with self._state:
+            # As bytes: arrays inside would come out read-only, as Ray's do.
+            self._reports[next(self._turns)] = pickle.dumps(message), block
+            self._state.notify_all()
+
+    def waits(self) -> bool:
+        """Tell whether a message waits."""
+        return not self._inbox.empty()
+
+    def interrupted(self) -> bool:
+        """Tell whether the rollout is to end."""
+        return self._flag
+
+    def close(self) -> None:
+        """Let who waits for reports know that there will be none."""
+        with self._state:
+            self._over = True
+            self._state.notify_all()

@@ -1,0 +1,56 @@
+"""What a Ray actor is: a port, and the worker behind it.
+
+Ray imports this file to make the actor, so it imports nothing that is heavy before `preload` does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from swath.preload import preload
+
+__all__ = ["Host"]
+
+
+class Host:
+    """An actor with a worker; all its methods are called by a `RayLink`."""
+
+    def __init__(self, paths: Sequence[str] = ()) -> None:
+        sys.path.extend(path for path in paths if path not in sys.path)
+        preload()
+        from swath.links.ray import RayPort
+
+        self._port = RayPort()
+
+    def here(self) -> tuple[int, str, str]:
+        """Return process, host and address of the node."""
+        import ray
+
+        return os.getpid(), socket.gethostname(), ray.util.get_node_ip_address()
+
+    def run(self, job: bytes) -> None:
+        """Be a worker until a message ends it."""
+        from swath.workers.remote import serve
+
+        try:
+            serve(self._port, job)
+        finally:
+            self._port.close()
+
+    def tell(self, number: int, message: Any, sizes: Sequence[int]) -> None:
+        """Take a message."""
+        self._port.deliver(number, message, sizes)
+
+    def ask(self, number: int | None, turn: int, message: Any, sizes: Sequence[int]) -> Any:
+        """Take a message, if there is one, and return the report with this number."""
+        if number is not None:
+            self._port.deliver(number, message, sizes)
+        return self._port.report(turn)
+
+    def push(self, number: int, message: Any, block: Any) -> None:
+        """Take weights."""
+        self._port.deliver(number, message, (), block)

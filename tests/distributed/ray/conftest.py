@@ -1,0 +1,55 @@
+"""One lean cluster for all tests here, on this machine; without Ray they are skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from ray_kit import LEAN, command, descendants, end
+
+for _folder in ("collectors", "links"):  # their kits, in actors too
+    sys.path.insert(0, str(Path(__file__).parents[2] / _folder))
+
+if importlib.util.find_spec("ray") is None:
+
+    def pytest_collection_modifyitems(items):
+        """Skip what needs Ray, and say how to get it."""
+        skip = pytest.mark.skip(reason="Ray is not installed: pip install swath[ray]")
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster of one node with so many CPUs that no test waits for one."""
+
+    import ray
+
+    ray.init(num_cpus=8, resources={"rare": 1}, **LEAN)
+    yield ray
+    end(ray.shutdown)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Fail on left-over actors and threads; what Ray itself keeps open is its own business."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _left(before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, "a test left something behind"
+
+
+def _left(before):
+    threads = {t.name for t in set(threading.enumerate()) - before}
+    found = [f"thread {name}" for name in threads if "swath" in name]
+    for pid in descendants():
+        name = command(pid)
+        found += [name] if name.startswith(("ray::Host", "ray::Keeper")) else []
+    return found

@@ -1,0 +1,91 @@
+"""Actors come and go while frames are collected."""
+
+from __future__ import annotations
+
+import multi_kit as kit
+import pytest
+
+from swath.collectors.distributed import RayCollector
+from swath.collectors.distributed import ray as module
+from swath.errors import UsageError
+from swath.testing import CountingEnv, SlowEnv, check_transitions
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+
+
+def stamps(batches):
+    return {row[0] for batch in batches for row in kit.rows(batch)}
+
+
+def test_async_actors_are_added_and_removed_while_others_deliver():
+    policy, batches = kit.Telling(), []
+
+    def collect_until(condition):
+        while not condition():
+            batch = collector.next()
+            assert kit.told_right(batch)
+            batches.append(batch)
+            collector.update_policy_weights_(policy.become(len(batches)))
+
+    with RayCollector([kit.wide], policy, frames_per_batch=10, seed=0) as collector:
+        collect_until(lambda: len(batches) == 5)
+        collector.add_collectors(2)
+        assert collector.num_workers == 3
+        collect_until(lambda: all(row["frames"] > 50 for row in collector.stats()["workers"]))
+        pids = kit.pids_of(collector)
+        assert len(set(pids)) == 3
+        collector.remove_collectors(2)
+        assert kit.gone(pids[1:])
+        assert [row["worker"] for row in collector.stats()["workers"]] == [0]
+        before = len(batches)
+        collect_until(lambda: len(batches) == before + 10)
+        frames = collector.stats()["frames"]
+        with pytest.raises(UsageError, match="would leave none of 1"):
+            collector.remove_collectors(1)
+        with pytest.raises(UsageError, match="at least 1; got 0"):
+            collector.add_collectors(0)
+    assert check_transitions(batches) == frames == 10 * len(batches)
+    assert len(stamps(batches)) == 3  # each with streams of its own
+    assert set(collector.stats()["lost"]["trajectories"]) <= {
+        traj for batch in batches for traj in batch["collector", "traj_ids"].tolist()
+    }
+
+
+def test_sync_batches_grow_and_shrink():
+    with RayCollector([CountingEnv] * 2, frames_per_batch=20, sync=True) as collector:
+        batches = [collector.next()]
+        collector.add_collectors(1)
+        while batches[-1].batch_size[0] == 2:
+            batches.append(collector.next())
+        assert batches[-1].batch_size == (3, 10)
+        assert collector.frames_per_batch == 30
+        collector.remove_collectors(2)
+        batches += [collector.next() for _ in range(3)]
+        assert batches[-1].batch_size == (1, 10)
+        frames = collector.stats()["frames"]
+        collector.stop_remote_collectors()
+    assert check_transitions(batches) == frames
+    assert len(stamps(batches)) == 3
+
+
+def test_auto_takes_what_the_cluster_has_and_follows_it(cluster, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_EVERY", 0.05)
+
+    @cluster.remote(num_cpus=6)
+    class Taking:
+        def here(self):
+            return True
+
+    taking = Taking.remote()
+    cluster.get(taking.here.remote())
+    options = {"remote_configs": {"num_cpus": 2}, "num_collectors": "auto", "max_collectors": 2}
+    with RayCollector(lambda: SlowEnv(0.001), frames_per_batch=10, **options) as collector:
+        assert collector.num_workers == 1  # of 8 CPUs, 2 were free
+        batches = [collector.next() for _ in range(3)]
+        cluster.kill(taking)
+        while not all(row["frames"] for row in collector.stats()["workers"][1:]) or (
+            collector.num_workers == 1
+        ):
+            batches.append(collector.next())
+        assert collector.num_workers == 2  # there is room for four, and the bound is two
+    assert check_transitions(batches) == 10 * len(batches)

@@ -1,0 +1,186 @@
+"""What becomes of a RayCollector when something goes wrong, for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import multi_kit as kit
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from swath.collectors.distributed import RayCollector
+from swath.errors import ClosedError, EnvError, WorkerError
+from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+KINDS = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+
+
+def make(sync, makers, policy=None, **options):
+    options.setdefault("frames_per_batch", 20)
+    return RayCollector(list(makers), policy, sync=sync, **options)
+
+
+def owners(batches):
+    """Assert that no trajectory is two env's or two episodes'."""
+    found = {}
+    for batch in batches:
+        ids = batch["collector", "traj_ids"].flatten().tolist()
+        for traj, (stamp, episode, _) in zip(ids, kit.rows(batch).tolist(), strict=True):
+            assert found.setdefault(traj, (stamp, episode)) == (stamp, episode)
+
+
+@KINDS
+def test_a_killed_actor_is_replaced_with_current_weights_and_fresh_streams(sync, tmp_path):
+    once, policy, batches = str(tmp_path / "once"), kit.Telling(), []
+    broken = {"action_space": kit.wide().action_space}
+    makers = [
+        lambda: kit.slow_wide(0.002),
+        lambda: kit.Broken("step", 45, kit.kill(signal.SIGKILL), once, **broken),
+    ]
+    with make(sync, makers, policy, total_frames=1200, seed=1) as collector:
+        first = kit.pids_of(collector)
+        for number, batch in enumerate(collector):
+            batches.append(batch)
+            assert kit.told_right(batch)
+            collector.update_policy_weights_(policy.become(number + 1))
+        stats, second = collector.stats(), kit.pids_of(collector)
+    assert check_transitions(batches) == 1200  # nothing twice, nothing mixed
+    owners(batches)
+    assert stats["restarts"] == stats["workers"][1]["restarts"] == 1
+    assert stats["lost"]["rollouts"] == 1
+    assert len(stats["lost"]["trajectories"]) <= 1
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert len({row[0] for batch in batches for row in kit.rows(batch)}) == 3
+
+
+def test_an_actor_that_is_killed_through_ray_while_idle_is_replaced(cluster):
+    with make(True, [CountingEnv] * 2) as collector:
+        batches = [collector.next()]
+        cluster.kill(collector._crew.links[1]._actor)
+        time.sleep(0.2)
+        batches += [collector.next() for _ in range(3)]
+        assert collector.stats()["restarts"] == 1
+    check_transitions(batches)
+
+
+def test_others_deliver_while_a_replacement_finds_no_place(cluster):
+    """The rare resource is taken as soon as it is free: the lost actor has no place."""
+
+    @cluster.remote(num_cpus=0, resources={"rare": 1})
+    class Greedy:
+        def here(self):
+            return True
+
+    configs = [{}, {"resources": {"rare": 1}}]
+    options = {"remote_configs": configs, "launch_timeout": 20.0}
+    with make(False, [CountingEnv] * 2, **options) as collector:
+        batches = [collector.next() for _ in range(4)]
+        greedy = Greedy.remote()
+        victim = kit.pids_of(collector)[1]
+        os.kill(victim, signal.SIGKILL)
+        assert cluster.get(greedy.here.remote(), timeout=60)
+        assert kit.gone([victim])
+        while collector.stats()["workers"][1]["restarts"] == 0:
+            batches.append(collector.next())
+        before = collector.stats()["workers"][1]["frames"]
+        batches += [collector.next() for _ in range(20)]
+        rows = collector.stats()["workers"]
+        assert (rows[1]["pid"], rows[1]["frames"]) == (None, before)
+        cluster.kill(greedy)
+        while collector.stats()["workers"][1]["frames"] == before:
+            batches.append(collector.next())
+    assert check_transitions(batches) == 20 * len(batches)
+    owners(batches)
+
+
+def test_resources_that_nobody_has_are_an_error_in_time():
+    options = {"remote_configs": {"resources": {"unicorn": 1}}, "launch_timeout": 1.0}
+    with pytest.raises(WorkerError, match=r"no place within 1 s .*'unicorn': 1.*0 of 0"):
+        make(True, [CountingEnv], **options)
+
+
+def test_an_env_that_raises_is_told_with_actor_host_env_and_step():
+    makers = [CountingEnv, [CountingEnv, lambda: CrashingEnv(at_step=25)]]
+    with make(False, makers, on_worker_failure="raise", seed=3) as collector:
+        seen = []
+        with pytest.raises(EnvError, match="crashed as asked") as caught:
+            seen.extend(collector)
+        error, link = caught.value, collector._crew.links[1]
+        assert (error.worker, error.env, error.step) == (1, 2, 25)
+        assert isinstance(error.__cause__, RuntimeError)
+        assert f"{link.name}" in str(error)
+        assert link.host in str(error)
+        assert f"process {link.pid}" in str(error)
+        check_transitions([*seen, collector.partial()])
+
+
+def test_an_env_that_cannot_be_made_and_a_policy_that_cannot_travel():
+    def maker():
+        raise KeyError("no such game")
+
+    with pytest.raises(Exception, match="no such game"):
+        make(True, [CountingEnv, maker])
+    with pytest.raises(ValueError, match="cannot be sent to a worker"):
+        make(True, [CountingEnv], lambda o: threading.Lock() and lock, frames_per_batch=10)
+
+
+lock = threading.Lock()
+
+
+def test_too_many_deaths_end_the_run_with_words():
+    def maker():
+        return kit.Broken("step", 25, kit.kill(signal.SIGKILL))
+
+    with make(False, [maker], max_restarts=1, frames_per_batch=10) as collector:
+        with pytest.raises(WorkerError, match=r"actor \w+ on .* process \d+\) died.* 1 restarts"):
+            list(collector)
+
+
+class Wide(nn.Module):
+    """Gives each frame so much that a few rollouts fill Ray's store."""
+
+    def forward(self, observation):
+        lead = observation.shape[:-1]
+        return {"action": torch.zeros(lead, dtype=torch.long), "much": torch.ones(*lead, 100_000)}
+
+
+def test_a_full_object_store_slows_but_loses_nothing(cluster):
+    held = [cluster.put(np.ones(40 << 20, np.uint8)) for _ in range(7)]  # more than there is
+    with make(False, [CountingEnv] * 2, Wide(), frames_per_batch=50) as collector:  # 20 MB each
+        batches = [collector.next() for _ in range(12)]
+        assert all((batch["much"] == 1).all() for batch in batches)
+    check_transitions([batch.exclude("much") for batch in batches])
+    assert all(int(cluster.get(one)[-1]) == 1 for one in held)
+
+
+@KINDS
+def test_shutdown_ends_actors_in_the_middle_of_a_batch_from_another_thread(sync):
+    collector = make(sync, [lambda: SlowEnv(0.02)] * 2, frames_per_batch=4000)
+    pids = kit.pids_of(collector)
+    ender = threading.Timer(0.3, collector.shutdown)
+    ender.start()
+    with pytest.raises(ClosedError, match="shut down"):
+        collector.next()
+    ender.join()
+    assert kit.gone(pids)
+    collector.shutdown()
+
+
+def test_envs_are_closed_and_an_exception_leaves_no_actor(tmp_path):
+    class Closes(CountingEnv):
+        def close(self):
+            (tmp_path / str(os.getpid())).touch()
+
+    with pytest.raises(ZeroDivisionError), make(True, [Closes] * 2) as collector:  # noqa: PT012
+        for _ in collector:
+            pids = kit.pids_of(collector)
+            1 / 0  # noqa: B018
+    assert kit.gone(pids)
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == sorted(pids)

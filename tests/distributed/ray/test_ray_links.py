@@ -1,0 +1,195 @@
+"""The link to a Ray actor keeps what every link keeps; see tests/links/test_contract.py."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+
+import contract_kit as kit
+import pytest
+
+from swath.links import pack, unpack
+from swath.links.ray import RayLink
+from swath.memory import HeapMemory
+from swath.workers.host import Host
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class Held:
+    """Memory that blocks come into; counts how often."""
+
+    def __init__(self):
+        self.block, self.times = HeapMemory(kit.SIZE).array, 0
+
+    def arrived(self):
+        raise AssertionError("a block of Ray's is lent, not received")
+
+    def came(self, block):
+        assert not block.flags.writeable
+        self.block[:] = block
+        self.times += 1
+
+
+@pytest.fixture
+def link_to(cluster):
+    links = []
+
+    def make(function, **options):
+        class Runs(Host):
+            def run(self, job):
+                unpack(job)(self._port)
+
+        kind = cluster.remote(max_concurrency=8, num_cpus=1, **options)(Runs)
+        links.append(
+            RayLink(kind.remote(sys.path), pack(function, "it"), lambda: "no place", lambda: None)
+        )
+        links[-1].ask("first")  # the link expects a first word of every worker
+        assert links[-1].receive() is not None
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.kill()
+        link.close(5.0)
+        assert not cluster.is_initialized() or link.pid is None or gone(link.pid)
+
+
+def gone(pid, within=10.0):
+    deadline = time.monotonic() + within
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def ready(link, seconds):
+    poller = select.poll()
+    poller.register(link.fileno(), select.POLLIN)
+    return bool(poller.poll(seconds * 1000))
+
+
+def echo(port):
+    port.send("hello")
+    kit.echo(port)
+
+
+def fill(port):
+    port.send("hello")
+    port.receive()
+    port.send("first")
+    kit.fill(port)
+
+
+def take(port):
+    port.send("hello")
+    kit.take(port)
+
+
+def work(port):
+    port.send("hello")
+    port.receive()
+    port.send("first")
+    while True:
+        message, _ = port.receive()
+        while not port.interrupted():
+            time.sleep(0.001)
+        port.send(("interrupted", message))
+
+
+def test_messages_of_any_size_in_order_and_one_answer_for_each(link_to):
+    link = link_to(echo)
+    assert link.receive() == "first"
+    sent = [number if number % 7 else b"x" * number * 10_000 for number in range(60)]
+    for start in range(0, 60, 3):
+        for message in sent[start : start + 3]:
+            link.ask(message)
+        assert [link.receive() for _ in range(3)] == sent[start : start + 3]
+    assert not link.waits()
+    assert not ready(link, 0.05)
+
+
+def test_blocks_are_there_when_their_message_is(link_to):
+    link, held = link_to(fill), [Held(), Held()]
+    assert link.receive() == "first"
+    for _ in held:
+        link.send("memory", [kit.SIZE])
+    for number in (0, 1):  # ordered ahead: it fills one while the other travels
+        link.ask((number, 100 + number), (), held[number])
+    for value in range(100, 130):
+        number = value % 2
+        assert link.receive() == ("filled", value)
+        assert held[number].block.min() == held[number].block.max() == value
+        if value < 128:
+            link.ask((number, value + 2), (), held[number])
+    assert [one.times for one in held] == [15, 15]
+
+
+def test_an_interrupt_reaches_a_worker_at_work_and_can_be_taken_back(link_to):
+    link = link_to(work)
+    assert link.receive() == "first"
+    for number in range(3):
+        link.interrupt(False)
+        link.ask(number)
+        assert not ready(link, 0.1)
+        link.interrupt()
+        assert link.receive() == ("interrupted", number)
+
+
+def test_pushed_blocks_arrive_whole_in_order_and_before_what_is_sent_later(link_to, cluster):
+    link, pushed = link_to(take), []
+    assert link.receive() == []
+    for version in range(20):
+        block = kit.block_of(version)
+        link.push(version, cluster.put(block) if version % 2 else block)
+        pushed.append((version, int(block[0])))
+        if version % 4 == 0:
+            link.ask("how many?")
+            assert link.receive() == pushed
+
+
+def test_the_death_of_a_worker_is_noticed_at_once_and_told(link_to):
+    link = link_to(echo)
+    assert link.receive() == "first"
+    os.kill(link.pid, signal.SIGKILL)
+    assert ready(link, 10)
+    for _ in range(3):
+        with pytest.raises(EOFError):
+            link.receive()
+    assert "killed or crashed" in link.ended()
+    for call in (link.send, link.ask):
+        with pytest.raises(EOFError):
+            call("still there?")
+    with pytest.raises(EOFError):
+        link.push(0, kit.block_of(0))
+
+
+@pytest.mark.parametrize("body", [echo, kit.ignore])
+def test_shutdown_is_bounded_whatever_the_worker_does(link_to, body):
+    def hello_then(port):
+        if body is kit.ignore:
+            port.send("hello")
+            port.receive()
+            port.send("first")
+        body(port)
+
+    link = link_to(hello_then)
+    assert link.receive() == "first"
+    link.interrupt()
+    link.send("stop")
+    started = time.monotonic()
+    link.close(0.5)
+    assert time.monotonic() - started < 5
+    assert gone(link.pid)
+    link.close()
+
+
+def test_an_actor_without_a_place_says_so(link_to, cluster):
+    kind = cluster.remote(resources={"unicorn": 1})(Host)
+    link = RayLink(kind.remote(), b"", lambda: "has no place", lambda: None)
+    assert not ready(link, 0.2)
+    assert (link.pid, link.host, link.ended()) == (None, None, "has no place")
+    link.kill()
+    link.close(5.0)

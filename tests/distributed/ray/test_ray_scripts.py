@@ -1,0 +1,156 @@
+"""Scripts that start a cluster of their own: it ends with them, however they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import multi_kit as kit
+import pytest
+from ray_kit import command
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = """
+import os, sys, time
+from ray_kit import descendants as everyone
+from swath.collectors.distributed import RayCollector
+from swath.testing import CountingEnv, SlowEnv, check_transitions
+
+OPTIONS = {
+    "ray_init_config": {"object_store_memory": 128 << 20}, "remote_configs": {"num_cpus": 0.5}
+}
+
+def say(*words):
+    print(*words, flush=True)
+"""
+
+
+def start(body):
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", SCRIPT + textwrap.dedent(body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def pids_in(line):
+    return list(map(int, line.split()))
+
+
+def left(pids, within):
+    """Wait for all but the agents of Ray's dashboard, which notice by themselves, later."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        lives = [command(pid)[-100:] for pid in pids if kit.alive(pid)]
+        if all("agent" in one for one in lives):
+            return []
+        time.sleep(0.1)
+    return lives
+
+
+def test_a_script_starts_a_quiet_cluster_and_stops_it():
+    script = start(
+        """
+        import ray
+        policy = lambda o: 0
+        with RayCollector([CountingEnv] * 2, policy, frames_per_batch=20, total_frames=200,
+                          **OPTIONS) as collector:
+            batches = list(collector)
+            assert ray.is_initialized()
+            pids = everyone()
+        assert check_transitions(batches) == 200
+        assert not ray.is_initialized()
+        say(*pids)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error",
+                 object_store_memory=128 << 20)
+        with RayCollector([CountingEnv], frames_per_batch=20, total_frames=40) as collector:
+            list(collector)
+        assert ray.is_initialized(), "this cluster is not ours to stop"
+        """
+    )
+    with script:
+        out, err = script.communicate(timeout=200)
+    assert script.returncode == 0, err
+    pids = pids_in(out)
+    assert len(pids) > 3
+    assert not left(pids, 10)
+    assert "Traceback" not in err
+
+
+def test_an_exception_that_nobody_catches_ends_actors_and_cluster():
+    script = start(
+        """
+        for data in (collector := RayCollector([CountingEnv] * 2, frames_per_batch=20, **OPTIONS)):
+            say(*everyone())
+            1 / 0
+        """
+    )
+    with script:
+        out, err = script.communicate(timeout=200)
+    assert script.returncode == 1
+    assert err.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert not left(pids_in(out), 20)
+
+
+def test_ctrl_c_comes_at_once_loses_nothing_and_ends_all():
+    script = start(
+        """
+        batches = []
+        collector = RayCollector([lambda: SlowEnv(0.005)] * 2, frames_per_batch=20, sync=True,
+                                 seed=0, **OPTIONS)
+        batches.append(collector.next())
+        say("go")
+        while len(batches) < 12:
+            try:
+                for data in collector:
+                    batches.append(data)
+                    if len(batches) == 12:
+                        break
+            except KeyboardInterrupt:
+                say("again")
+        assert check_transitions(batches) == 240
+        assert collector.stats()["restarts"] == 0
+        endless = RayCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=20000, **OPTIONS)
+        say(*everyone())
+        endless.next()
+        """
+    )
+    with script:
+        assert script.stdout.readline() == "go\n", script.stderr.read()
+        for _ in range(2):
+            time.sleep(0.03)
+            os.kill(script.pid, signal.SIGINT)
+            assert script.stdout.readline() == "again\n", script.stderr.read()
+        pids = pids_in(script.stdout.readline())
+        time.sleep(0.3)
+        os.kill(script.pid, signal.SIGINT)
+        _, err = script.communicate(timeout=60)
+    assert script.returncode in (1, -signal.SIGINT), err  # Ray has an excepthook of its own
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert not left(pids, 20)
+
+
+def test_a_driver_that_is_killed_takes_actors_and_cluster_along():
+    script = start(
+        """
+        collector = RayCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=20, **OPTIONS)
+        collector.next()
+        say(*everyone())
+        for data in collector:
+            pass
+        """
+    )
+    with script:
+        pids = pids_in(script.stdout.readline())
+        assert len(pids) > 3
+        script.kill()
+        assert script.wait(10) == -signal.SIGKILL
+    assert not left(pids, 60)
