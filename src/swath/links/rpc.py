@@ -1,4 +1,4 @@
-"""Blocks over `torch.distributed.rpc`: TensorPipe moves them, by shared memory or by TCP.
+"""Blocks over `torch.distributed.rpc`: TensorPipe moves them.
 
 ```
  your process                                                     worker
@@ -209,7 +209,9 @@ def _join(ticket: RpcTicket, name: str, own_host: str) -> None:
     """Start the agent of this process, at one address."""
     host = f"[{ticket.host}]" if ":" in ticket.host else ticket.host
     where = f"tcp://{host}:{ticket.port}"  # in your process this is the store that is there
-    given = {"rpc_timeout": ticket.patience, **ticket.options, "init_method": where}
+    # TensorPipe's other transport, shared memory, polls all the time, also when all are idle.
+    defaults = {"rpc_timeout": ticket.patience, "_transports": ["uv"]}
+    given = {**defaults, **ticket.options, "init_method": where}
     try:
         options = rpc.TensorPipeRpcBackendOptions(**given)
     except (TypeError, ValueError, RuntimeError) as error:
