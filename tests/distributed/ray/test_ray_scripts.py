@@ -50,7 +50,7 @@ def left(pids, within):
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         lives = [command(pid)[-100:] for pid in pids if kit.alive(pid)]
-        if all("agent" in one for one in lives):
+        if all("agent" in one.lower() for one in lives):
             return []
         time.sleep(0.1)
     return lives
