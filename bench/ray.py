@@ -30,6 +30,7 @@ from bench.works import Work, cartpole, pixels
 
 WORKS = {
     "cartpole-1": cartpole(1, 1000),
+    "cartpole-1-short": cartpole(1, 200),
     "cartpole-8": cartpole(8, 125),
     "pixels-1": pixels(1),
     "pixels-8": pixels(8),
