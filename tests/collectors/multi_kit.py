@@ -6,6 +6,7 @@ Workers import this file, so it imports no test tools.
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 
 import gymnasium as gym
@@ -108,6 +109,14 @@ class Broken(CountingEnv):
                 return
             open(self.once, "w").close()
         self.what()
+
+
+class Child(subprocess.Popen):
+    """A script under way; killed at the end of the block, whatever happens there."""
+
+    def __exit__(self, *exc_info) -> None:
+        self.kill()
+        super().__exit__(*exc_info)
 
 
 def kill(signal: int):

@@ -622,6 +622,8 @@ import gymnasium as gym
 from swath.collectors import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from swath.testing import CountingEnv, SlowEnv, check_transitions
 
+exec(os.environ.get("SWATH_TEST_HEADER", ""))
+
 class Mine(CountingEnv):
     pass
 
@@ -645,7 +647,7 @@ def run(arguments, text=None, within=40):
 
 
 def start(body, **options):
-    return subprocess.Popen(
+    return kit.Child(
         [sys.executable, "-u", "-c", script(body)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from types import ModuleType
 
 import multi_kit as kit
 
 from swath.collectors.distributed import DistributedCollector
+
+PATHS = [str(Path(__file__).parent), str(Path(kit.__file__).parent)]
+HEADER = "import cluster_kit; globals().update(cluster_kit.collectors(**{}))"
 
 
 def collectors(**options):
@@ -27,6 +31,7 @@ def collectors(**options):
 def put_in_place(monkeypatch, modules: list[ModuleType], **options) -> None:
     """Let tests that were written for process collectors make distributed ones."""
     kinds = collectors(**options)
+    monkeypatch.setenv("SWATH_TEST_HEADER", f"sys.path += {PATHS}\n{HEADER.format(options)}")
     for module in (kit, *modules):
         for name, kind in kinds.items():
             if hasattr(module, name):

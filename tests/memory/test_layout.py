@@ -51,7 +51,7 @@ def test_a_batch_holds_the_delivered_fields_with_time_last(order, batched):
     layout = Layout(FIELDS, steps=4, envs=3 if batched else 1, order=order)
     slab = Slab(layout, HeapMemory(layout.nbytes))
     slab.arrays[("action",)][...] = np.arange(4)[:, None] * 10 + np.arange(layout.envs)
-    batch = slab.lend(2, (3,) if batched else (), lambda: None)
+    batch = slab.lend(2, (3,) if batched else (), lambda _: None)
     assert batch.batch_size == ((3, 2) if batched else (2,))
     assert batch.names[-1] == "time"
     assert "hidden" not in batch.keys()
@@ -65,7 +65,7 @@ def test_envs_can_be_arranged_in_two_dimensions(order):
     layout = Layout(FIELDS, steps=4, envs=6, order=order)
     slab = Slab(layout, HeapMemory(layout.nbytes))
     slab.arrays[("action",)][...] = np.arange(4)[:, None] * 10 + np.arange(6)
-    batch = slab.lend(3, (2, 3), lambda: None)
+    batch = slab.lend(3, (2, 3), lambda _: None)
     assert batch.batch_size == (2, 3, 3)
     assert batch["action"][1, 2].tolist() == [5, 15, 25]
 

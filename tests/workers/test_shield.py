@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -108,3 +109,18 @@ def test_in_another_thread_it_does_nothing():
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+def interrupted_before_a_wait(shield):
+    with shield:
+        signal.raise_signal(signal.SIGINT)  # noted
+        with shield.lifted():  # passed on here, before the block begins
+            raise AssertionError
+
+
+def test_an_interrupt_just_before_a_wait_leaves_nothing_behind():
+    own = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_before_a_wait(Shield())
+    gc.collect()
+    assert signal.getsignal(signal.SIGINT) is own

@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -58,8 +58,14 @@ class Memory(Protocol):
         """The block as torch sees it, flat uint8."""
         ...
 
-    def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
-        """Return the block as uint8 tensor; call `on_return` once no tensor views it any more."""
+    lease: weakref.ref[Any]
+    """What is dead once no tensor views the block any more that was lent last."""
+
+    def lend(self, on_return: Callable[[Any], object]) -> torch.Tensor:
+        """Return the block as uint8 tensor; call `on_return` with the lease at its end.
+
+        It should be no Python code: Ctrl-C in there would be lost.
+        """
         ...
 
 
@@ -67,19 +73,19 @@ class _ArrayMemory:
     """Memory that numpy can see."""
 
     array: np.ndarray
-    _lease: weakref.ref[np.ndarray] | None = None
+    lease: weakref.ref[Any]
 
     @property
     def block(self) -> torch.Tensor:
         """The block as torch sees it."""
         return torch.from_numpy(self.array)
 
-    def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
+    def lend(self, on_return: Callable[[Any], object]) -> torch.Tensor:
         """Return the block as a tensor; see `Memory.lend`."""
         # A tensor made from a numpy array keeps that very array object alive until the storage is
         # freed, so the death of this window is the death of the last tensor that views it.
         window = self.array.view()
-        self._lease = weakref.ref(window, lambda _: on_return())
+        self.lease = weakref.ref(window, on_return)
         return torch.from_numpy(window)
 
 
@@ -107,12 +113,12 @@ class DeviceMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-    def lend(self, on_return: Callable[[], None]) -> torch.Tensor:
+    def lend(self, on_return: Callable[[Any], object]) -> torch.Tensor:
         """Return the block as a tensor; see `Memory.lend`."""
         # A second storage on the same memory. Its Python object stays for as long as any tensor
         # views it, so its death is that of the last one.
         window = from_dlpack(to_dlpack(self.block))
-        self._lease = weakref.ref(window.untyped_storage(), lambda _: on_return())
+        self.lease = weakref.ref(window.untyped_storage(), on_return)
         return window
 
 
@@ -206,7 +212,9 @@ class Slab:
         part.tensors = {key: tensor[:, start:stop] for key, tensor in self.tensors.items()}
         return part
 
-    def lend(self, steps: int, lead: tuple[int, ...], on_return: Callable[[], None]) -> TensorDict:
+    def lend(
+        self, steps: int, lead: tuple[int, ...], on_return: Callable[[Any], object]
+    ) -> TensorDict:
         """Return the first `steps` steps as a batch of views `[*lead, steps]`; see `Layout`."""
         views = self.layout.batch(self.memory.lend(on_return), steps, lead)
         names = [*[None] * len(lead), "time"]
@@ -223,19 +231,26 @@ class Slab:
 
 
 class SlabPool:
-    """Makes slabs, lends them, and uses those again that came back."""
+    """Makes slabs, lends them, and uses those again that came back, with the next rollout."""
 
     def __init__(self, make: Callable[[], Slab], keep: int = 4) -> None:
         self.make = make
-        # A deque: slabs come back from whatever thread drops the last tensor. What does not fit
-        # falls out at the other end and is freed.
+        # What does not fit falls out at the other end and is freed.
         self._free: deque[Slab] = deque(maxlen=keep)
         # Only we know these: without us a lent slab would be garbage, and never come back.
-        self._lent: set[Slab] = set()
+        self._lent: dict[int, tuple[Any, Slab]] = {}
+        # Leases end in whatever thread drops the last tensor, and there no Python code may run:
+        # a Ctrl-C that came just then would be raised in it, and be lost.
+        self._ended: deque[Any] = deque()
         self.made = 0
+
+    def _collect_ended(self) -> None:
+        while self._ended:
+            self.give_back(self._lent.pop(id(self._ended.popleft()))[1])
 
     def take(self) -> Slab:
         """Return a slab that nobody can see."""
+        self._collect_ended()
         try:
             return self._free.pop()
         except IndexError:
@@ -248,10 +263,7 @@ class SlabPool:
 
     def lend(self, slab: Slab, steps: int, lead: tuple[int, ...]) -> TensorDict:
         """Return the slab as a batch; it comes back by itself."""
-
-        def come_back() -> None:
-            self._lent.discard(slab)
-            self.give_back(slab)
-
-        self._lent.add(slab)
-        return slab.lend(steps, lead, come_back)
+        self._collect_ended()
+        batch = slab.lend(steps, lead, self._ended.append)
+        self._lent[id(slab.memory.lease)] = (slab.memory.lease, slab)
+        return batch

@@ -132,14 +132,16 @@ class _SharedSlabs:
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self._numbers = itertools.count()
-        self._unused: deque[int] = deque()
+        self._alive: dict[int, tuple[Any, int]] = {}
+        self._unused: deque[Any] = deque()
         self._described: deque[SharedMemory] = deque()
 
     def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
         memory = SharedMemory(layout.nbytes)
         slab = Slab(layout, memory)
         slab.number = next(self._numbers)
-        weakref.finalize(slab, self._unused.append, slab.number)
+        alive = weakref.ref(slab, self._unused.append)  # no Python code: Ctrl-C would be lost there
+        self._alive[id(alive)] = (alive, slab.number)
         for worker, span in spans.items():
             self.share(slab, worker, span)
         self._described.append(memory)
@@ -159,7 +161,7 @@ class _SharedSlabs:
 
     def tidy(self) -> None:
         while self._unused:
-            number = self._unused.popleft()
+            number = self._alive.pop(id(self._unused.popleft()))[1]
             for worker in list(self._crew.links):
                 self._crew.tell(worker, Detach(number))
 

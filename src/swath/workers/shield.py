@@ -7,10 +7,8 @@ handler as soon as something is waited for, or at the end.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["Shield"]
@@ -42,19 +40,9 @@ class Shield:
             signal.signal(signal.SIGINT, handler)
             self._pass_on(handler)
 
-    @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lifted(self) -> _Lifted:
         """Let the signal through, around a wait."""
-        handler = self._handler
-        if handler is None or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        try:
-            signal.signal(signal.SIGINT, handler)
-            self._pass_on(handler)
-            yield
-        finally:
-            signal.signal(signal.SIGINT, self._note)
+        return _Lifted(self)
 
     def _note(self, *signal_and_frame: Any) -> None:
         self._noted = signal_and_frame
@@ -63,3 +51,20 @@ class Shield:
         noted, self._noted = self._noted, None
         if noted is not None:
             handler(*noted)
+
+
+class _Lifted:
+    # No generator: one that is interrupted before its block begins runs its end much later.
+    def __init__(self, shield: Shield) -> None:
+        self._shield, self._handler = shield, shield._handler
+        if threading.current_thread() is not threading.main_thread():
+            self._handler = None
+
+    def __enter__(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            self._shield._pass_on(self._handler)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._shield._note)

@@ -11,6 +11,7 @@ import time
 
 import multi_kit as kit
 import pytest
+from multi_kit import Child
 from ray_kit import command
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,7 +32,7 @@ def say(*words):
 
 
 def start(body):
-    return subprocess.Popen(
+    return Child(
         [sys.executable, "-u", "-c", SCRIPT + textwrap.dedent(body)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
