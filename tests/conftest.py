@@ -19,11 +19,18 @@ from swath.links.launch import server_pid
 torch.set_num_threads(1)
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+        return ""
+
+
 def _children(of: int | None = None) -> set[str]:
     """Return the children of this process, and the workers of its fork server."""
     pid, server = of or os.getpid(), server_pid()
     paths = Path(f"/proc/{pid}/task").glob("*/children")
-    found = {child for path in paths for child in path.read_text().split()}
+    found = {child for path in paths for child in _text(path).split()}
     if of is None and server is not None:  # it stays for the next test; its workers may not
         found = (found - {str(server)}) | _children(server)
     return found
