@@ -23,18 +23,15 @@ import functools
 import itertools
 import os
 import pickle
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from swath.links.bell import Bell
-from swath.links.remote import Expected
-from swath.memory import SharedMemory
+from swath.links.remote import Expected, Inbox, Interrupt
 
 __all__ = ["RayLink", "RayPort", "enter", "leave", "needed", "writable"]
 
@@ -101,11 +98,6 @@ def leave() -> None:
 
 
 # -- your process's side ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Interrupt:
-    on: bool
 
 
 class RayLink:
@@ -239,7 +231,7 @@ class RayLink:
         if on != self._interrupted:
             self._interrupted = on
             with contextlib.suppress(EOFError):
-                self.send(_Interrupt(on))
+                self.send(Interrupt(on))
 
     def ended(self) -> str:
         """Say how the worker ended, or why it has not begun."""
@@ -290,20 +282,17 @@ def _words(error: BaseException) -> str:
 # -- the worker's side --------------------------------------------------------------------------
 
 
-class RayPort:
+class RayPort(Inbox):
     """The worker's end; the actor's threads put messages in and take reports out."""
 
-    shares_memory = False
-
     def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[tuple[Any, list[Any]] | None] = queue.SimpleQueue()
+        super().__init__()
         self._early: dict[int, tuple[Any, ...]] = {}
         self._next, self._delivering = 0, threading.Lock()
         self._state = threading.Condition()
         self._reports: dict[int, Any] = {}
         self._turns = itertools.count()
-        self._flag = self._over = False
-        self.on_push: Callable[[Any, np.ndarray], None] | None = None
+        self._over = False
 
     def deliver(self, number: int, *what: Any) -> None:
         """Take a message, with sizes of memory or with a pushed block, when its turn has come."""
@@ -314,13 +303,7 @@ class RayPort:
                 self._take_in(*now)
 
     def _take_in(self, message: Any, sizes: Sequence[int], block: np.ndarray | None = None) -> None:
-        if isinstance(message, _Interrupt):
-            self._flag = message.on
-        elif block is not None:
-            assert self.on_push is not None
-            self.on_push(message, writable(block))
-        else:
-            self._inbox.put((message, [SharedMemory(size) for size in sizes]))
+        self._put(message, sizes, None if block is None else writable(block))
 
     def report(self, turn: int) -> Any:
         """Wait for the report with this number; EOFError if the worker ends without it."""
@@ -330,27 +313,12 @@ class RayPort:
                 raise EOFError("the worker has ended")
             return self._reports.pop(turn)
 
-    def receive(self) -> tuple[Any, list[Any]]:
-        """Wait for a message and return it with the memory that was asked for."""
-        got = self._inbox.get()
-        if got is None:
-            raise EOFError("the other side is gone")
-        return got
-
     def send(self, message: Any, block: np.ndarray | None = None) -> None:
         """Let a report be taken, with a block, which must stay as it is until it was."""
         with self._state:
             # As bytes: arrays inside would come out read-only, as Ray's do.
             self._reports[next(self._turns)] = pickle.dumps(message), block
             self._state.notify_all()
-
-    def waits(self) -> bool:
-        """Tell whether a message waits."""
-        return not self._inbox.empty()
-
-    def interrupted(self) -> bool:
-        """Tell whether the rollout is to end."""
-        return self._flag
 
     def close(self) -> None:
         """Let who waits for reports know that there will be none."""

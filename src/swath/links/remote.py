@@ -34,7 +34,7 @@ from swath.links.channel import Channel
 from swath.links.launch import Launched, ending
 from swath.memory import SharedMemory
 
-__all__ = ["Bulk", "Expected", "RemoteLink", "RemotePort"]
+__all__ = ["Bulk", "Expected", "Inbox", "Interrupt", "RemoteLink", "RemotePort"]
 
 _LAST_WORDS = 3.0
 """Seconds that a worker whose trainer is gone has to end by itself."""
@@ -71,7 +71,9 @@ class Expected(Protocol):
 
 
 @dataclass(frozen=True)
-class _Interrupt:
+class Interrupt:
+    """Whether the rollout that a worker is in is to end."""
+
     on: bool
 
 
@@ -176,7 +178,7 @@ class RemoteLink:
         if on != self._interrupted:
             self._interrupted = on
             try:
-                self.send(_Interrupt(on))
+                self.send(Interrupt(on))
             except EOFError:
                 pass
 
@@ -207,48 +209,25 @@ class RemoteLink:
             self._process.close(_LAST_WORDS if ended else 0.0)
 
 
-class RemotePort:
-    """The worker's end.
-
-    Args:
-        channel: To your process.
-        bulk: To the same process.
-        on_end: Called if your process is gone and the worker has not ended in time; by default
-            that ends the worker's process.
-    """
+class Inbox:
+    """What has come to a worker with memory of its own; a thread puts it in, the worker reads."""
 
     shares_memory = False
 
-    def __init__(
-        self, channel: Channel, bulk: Bulk, on_end: Callable[[], None] = lambda: os._exit(1)
-    ) -> None:
-        self._channel, self._bulk, self._on_end = channel, bulk, on_end
+    def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[Any, list[Any]] | None] = queue.SimpleQueue()
-        self._flag, self._ended = False, threading.Event()
+        self._flag = False
         self.on_push: Callable[[Any, np.ndarray], None] | None = None
-        """Called by the listening thread with what was pushed."""
-        self._sending: deque[tuple[Callable[[], None], np.ndarray]] = deque()
-        threading.Thread(target=self._listen, name="swath port", daemon=True).start()
+        """Called by the thread with what was pushed."""
 
-    def _listen(self) -> None:
-        try:
-            while True:
-                (message, sizes, pushed), _ = self._channel.receive()
-                if isinstance(message, _Interrupt):
-                    self._flag = message.on
-                elif pushed is not None:
-                    block = np.empty(pushed, np.uint8)
-                    if pushed:
-                        self._bulk.receive(block)()
-                    assert self.on_push is not None
-                    self.on_push(message, block)
-                else:
-                    self._inbox.put((message, [SharedMemory(size) for size in sizes]))
-        except Exception:
-            self._flag = True
-            self._inbox.put(None)
-            if not self._ended.wait(_LAST_WORDS):
-                self._on_end()
+    def _put(self, message: Any, sizes: Sequence[int], block: np.ndarray | None) -> None:
+        if isinstance(message, Interrupt):
+            self._flag = message.on
+        elif block is not None:
+            assert self.on_push is not None
+            self.on_push(message, block)
+        else:
+            self._inbox.put((message, [SharedMemory(size) for size in sizes]))
 
     def receive(self) -> tuple[Any, list[Any]]:
         """Wait for a message and return it with the memory that was asked for."""
@@ -257,14 +236,6 @@ class RemotePort:
             raise EOFError("the other side is gone")
         return got
 
-    def send(self, message: Any, block: np.ndarray | None = None) -> None:
-        """Send a message, and a block that the other side expects; it must stay as it is."""
-        if block is not None:
-            while len(self._sending) > 1:
-                self._sending.popleft()[0]()
-            self._sending.append((self._bulk.send(block), block))
-        self._channel.send((message, block is not None))
-
     def waits(self) -> bool:
         """Tell whether a message waits."""
         return not self._inbox.empty()
@@ -272,6 +243,43 @@ class RemotePort:
     def interrupted(self) -> bool:
         """Tell whether the rollout is to end."""
         return self._flag
+
+
+class RemotePort(Inbox):
+    """The worker's end.
+
+    Args:
+        channel: To your process.
+        bulk: To the same process.
+    """
+
+    def __init__(self, channel: Channel, bulk: Bulk) -> None:
+        super().__init__()
+        self._channel, self._bulk, self._ended = channel, bulk, threading.Event()
+        self._sending: deque[tuple[Callable[[], None], np.ndarray]] = deque()
+        threading.Thread(target=self._listen, name="swath port", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                (message, sizes, pushed), _ = self._channel.receive()
+                block = None if pushed is None else np.empty(pushed, np.uint8)
+                if block is not None and block.nbytes:
+                    self._bulk.receive(block)()
+                self._put(message, sizes, block)
+        except Exception:
+            self._flag = True
+            self._inbox.put(None)
+            if not self._ended.wait(_LAST_WORDS):
+                os._exit(1)
+
+    def send(self, message: Any, block: np.ndarray | None = None) -> None:
+        """Send a message, and a block that the other side expects; it must stay as it is."""
+        if block is not None:
+            while len(self._sending) > 1:
+                self._sending.popleft()[0]()
+            self._sending.append((self._bulk.send(block), block))
+        self._channel.send((message, block is not None))
 
     def close(self) -> None:
         """Let go of the other side, which wants nothing more."""

@@ -51,14 +51,18 @@ from swath.workers.messages import (
 )
 from swath.workers.store import RolloutStore
 
-__all__ = ["Worker", "main"]
+__all__ = ["Worker", "main", "serve"]
 
 
 def main(channel: Channel, payload: bytes) -> None:
     """Run a worker in a process of its own."""
-    port = ProcessPort(channel)
+    serve(ProcessPort(channel), payload)
+
+
+def serve(port: Any, job: bytes) -> None:
+    """Run the worker that a job describes, at the worker's end of a link."""
     try:
-        worker = Worker(port, unpack(payload))
+        worker = Worker(port, unpack(job))
     except Exception as error:
         port.send(Failed(pack_error(error)))
         return

@@ -34,7 +34,7 @@ class Host:
 
     def run(self, job: bytes) -> None:
         """Be a worker until a message ends it."""
-        from swath.workers.remote import serve
+        from swath.workers.body import serve
 
         try:
             serve(self._port, job)

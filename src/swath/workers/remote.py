@@ -26,12 +26,11 @@ import torch
 from swath.errors import ClosedError, WorkerError
 from swath.links import Channel, Launched, Link, unpack
 from swath.links.gate import Arrival, Gate, dial
-from swath.links.parcels import pack_error
 from swath.links.remote import Bulk, RemoteLink, RemotePort
 from swath.memory import HeapMemory, Layout, Slab
 from swath.memory.weights import WeightSpec
-from swath.workers.body import Worker
-from swath.workers.messages import Attach, Collect, Failed, Publish
+from swath.workers.body import serve
+from swath.workers.messages import Attach, Collect, Publish
 from swath.workers.place import Publisher, Slabs
 
 if TYPE_CHECKING:
@@ -77,16 +76,6 @@ def join(invitation: Invitation, number: int) -> None:
         pass
     finally:
         port.close()
-
-
-def serve(port: Any, job: bytes) -> None:
-    """Run the worker that a job describes."""
-    try:
-        worker = Worker(port, unpack(job))
-    except Exception as error:
-        port.send(Failed(pack_error(error)))
-        return
-    worker.run()
 
 
 def main(channel: Channel, payload: bytes) -> None:
