@@ -278,6 +278,8 @@ class Options:
         if self.num_collectors not in (None, "auto"):
             _at_least("num_collectors", self.num_collectors, 1, 'or "auto"')
         _at_least("tcp_port", self.tcp_port, 0, "0 for any that is free")
+        if self.tcp_port > 65535:
+            raise UsageError(f"tcp_port must be at most 65535; got {self.tcp_port}.")
         _at_least("max_weight_update_interval", self.max_weight_update_interval, -1, "-1: never")
         _at_least("init_random_frames", self.init_random_frames, 0, "")
         for name, least in _LEAST.items():
@@ -323,6 +325,10 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise UsageError(f"{name} must be True or False; got {value!r}.")
+        for name in ("host", "secret"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise UsageError(f"{name} must be some text, or None; got {value!r}.")
         _one_of("traj_format", self.traj_format, ("padded", "cat"))
         _one_of("placement", self.placement, ("pack", "spread"))
         _one_of("memory_order", self.memory_order, ("time", "batch"))
