@@ -14,7 +14,7 @@ from swath.links.remote import RemoteLink, RemotePort
 from swath.links.torch_distributed import TorchMedium
 from swath.memory import SharedMemory
 
-PATIENCE = 20.0
+PATIENCE = 120.0  # longer than any test may take: what waits for it fails
 SIZE = 1_000_000
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import link_kit as kit
@@ -75,9 +74,7 @@ def test_a_worker_is_killed_whatever_it_does():
         assert worker.exit_code(0.02) is None
     workers[0].kill()
     assert workers[0].exit_code(10) == -signal.SIGKILL
-    started = time.monotonic()
     workers[1].close(timeout=0.1)
-    assert time.monotonic() - started < 5
     assert workers[1].exit_code() == -signal.SIGKILL
     workers[0].close()
 
@@ -123,18 +120,6 @@ def test_workers_ignore_ctrl_c(worker):
     assert ask(worker, lambda: 5) == 5
     assert ask(worker, lambda: signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
     assert ask(worker, lambda: signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)
-
-
-def test_one_more_worker_costs_little(worker):
-    started = time.monotonic()
-    workers = [launch(kit.answer, b"") for _ in range(8)]
-    for one in workers:
-        one.channel.receive()
-    assert time.monotonic() - started < 3
-    for one in workers:
-        one.channel.close()
-    for one in workers:
-        one.close()
 
 
 def test_a_worker_can_have_workers():

@@ -179,8 +179,8 @@ class Worker:
         """Read messages while a write waits; the one that says to end ends that, too."""
         while self._port.waits():
             self._inbox.append(self._port.receive())
-            if isinstance(self._inbox[-1][0], Close):
-                raise ClosedError("this worker is to end.")
+        if self._inbox and isinstance(self._inbox[-1][0], Close):  # nothing comes after it
+            raise ClosedError("this worker is to end.")
 
     def _take_held(self, message: TakeHeld) -> None:
         assert self._store is not None
