@@ -24,6 +24,7 @@ from swath.collectors.background import Background, Pause
 from swath.collectors.options import Options
 from swath.errors import ClosedError, UsageError
 from swath.observe.progress import Bar
+from swath.shield import Shield
 from swath.workers.store import Finish
 
 __all__ = ["STORED", "BaseCollector"]
@@ -50,6 +51,9 @@ class BaseCollector(abc.ABC):
         self._assembler = self._finishing.assembler()
         self._bar = Bar(options.total_frames) if options.progress else None
         self._background: Background | None = None
+        self._shield = Shield()
+        self._raw: Any = None  # what was collected, counted, and not finished yet
+        self._made: tuple[Any] | None = None  # what was finished and not delivered yet
 
     # -- what subclasses provide ----------------------------------------------------------------
 
@@ -92,29 +96,42 @@ class BaseCollector(abc.ABC):
                 "this collector collects in the background: draw from the replay buffer. "
                 "async_shutdown() ends it."
             )
+        if self._made is None:
+            with self._shield:
+                self._make()
+        answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
+        return answer
+
+    def _make(self) -> None:
+        """Make the next batch, if there is one; Ctrl-C finds it in one place or the other."""
         started = perf_counter()
         if self._publishes_now():
             self.update_policy_weights_()
-        batch = self._rollout() if self._assembler is None else self._whole_trajectories()
-        if batch is None:
-            return None
-        options = self.options
-        if batch is not STORED:
-            batch = self._finishing(batch)
-            storing = options.storing_device or options.device
-            if options.assembles and isinstance(storing, (str, torch.device)):
-                batch = batch.to(storing)
-            if options.post_collect_hook is not None:
-                options.post_collect_hook(batch)
-            if options.replay_buffer is not None:
-                options.replay_buffer.extend(batch)
-        if options.replay_buffer is not None:
-            batch = None
-        self._batches += 1
+        if self._raw is None:
+            collect = self._rollout if self._assembler is None else self._whole_trajectories
+            self._raw = collect()
+        if self._raw is None:
+            return
+        with self._shield.lifted():  # what is interrupted there is done again
+            batch = None if self._raw is STORED else self._finished(self._raw)
+            self._made, self._raw, self._batches = (batch,), None, self._batches + 1
         self._seconds += perf_counter() - started
         if self._bar is not None:
             self._bar.update(self.stats(), done=self._frames_left() <= 0)
-        return (batch,)
+
+    def _finished(self, batch: Any) -> Any:
+        """Return what is delivered for a batch; None if that is in the replay buffer."""
+        options = self.options
+        batch = self._finishing(batch)
+        storing = options.storing_device or options.device
+        if options.assembles and isinstance(storing, (str, torch.device)):
+            batch = batch.to(storing)
+        if options.post_collect_hook is not None:
+            options.post_collect_hook(batch)
+        if options.replay_buffer is None:
+            return batch
+        options.replay_buffer.extend(batch)
+        return None
 
     def _publishes_now(self) -> bool:
         """Tell whether weights are to be published before the next batch."""
@@ -128,7 +145,8 @@ class BaseCollector(abc.ABC):
         if left <= 0:
             return None
         if self.options.pre_collect_hook is not None:
-            self.options.pre_collect_hook()
+            with self._shield.lifted():
+                self.options.pre_collect_hook()
         answer = self._collect(left)
         if answer is None:
             return None
@@ -159,7 +177,7 @@ class BaseCollector(abc.ABC):
                 f"total_frames is reached with {held.trajectories} whole trajectories "
                 f"({held.frames} frames), fewer than trajs_per_batch, and {held.open_frames} "
                 "frames of unfinished ones left over; partial() gives them.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _frames_left(self) -> float:
@@ -278,6 +296,10 @@ class BaseCollector(abc.ABC):
             return self._left_over()
 
     def _left_over(self) -> TensorDictBase | None:
+        kept, self._raw, self._made = self._made or (self._raw,), None, None
+        if kept[0] is not None:
+            batch: TensorDictBase = kept[0]
+            return batch
         broken = self._broken()
         if self._assembler is None:
             return broken
@@ -374,6 +396,7 @@ class BaseCollector(abc.ABC):
         inner = {
             "source": self._source_state(),
             "assembler": None if self._assembler is None else self._assembler_state(),
+            "kept": (self._raw, self._made),
         }
         blob = io.BytesIO()
         pickle.dump(inner, blob, protocol=pickle.HIGHEST_PROTOCOL)
@@ -409,4 +432,5 @@ class BaseCollector(abc.ABC):
             self._load_source_state(inner["source"])
             if self._assembler is not None:
                 self._assembler.load_state_dict(inner["assembler"])
+            self._raw, self._made = inner["kept"]
             self._frames, self._batches = state["frames"], state["batches"]

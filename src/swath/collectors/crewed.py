@@ -86,6 +86,7 @@ class CrewedCollector(BaseCollector):
         self._episodes, self._shares = Episodes(0), Shares()
         self._first_collect: float | None = None
         self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
+        self._shield = self._crew.shield
         self._slabs = self._crew.place.slabs(self._crew)
         self._storing = Storing(parsed, self._finishing, self._crew, self._supervisor)
         self._ender = weakref.finalize(self, self._crew.close, 0.0)

@@ -58,6 +58,7 @@ class Collector(BaseCollector):
         try:
             plan = plan_of(parsed, steps_for(parsed.frames_per_batch, self.group.num_envs))
             self._runner = runner_for(self.group, self._placed(policy, plan), plan)
+            self._runner.shield = self._shield
         except BaseException:
             self.group.close()
             raise

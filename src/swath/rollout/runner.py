@@ -34,6 +34,7 @@ from swath.rollout.plan import Filled, Plan, lend, slab_for, view
 from swath.rollout.transfer import Transfer
 from swath.rollout.warmup import RandomFrames
 from swath.seeding import RandomState, env_seed, env_seeds
+from swath.shield import Shield
 
 __all__ = ["Runner", "Settle"]
 
@@ -51,6 +52,9 @@ class Runner:
         plan: What a rollout is to be like.
         sampler: Draws random actions; made from the plan's seed if not given.
     """
+
+    shield = Shield()
+    """Lifted while envs and policy are at work; whoever puts one up around `collect` gives it."""
 
     def __init__(
         self, group: EnvGroup, policy: Any, plan: Plan, sampler: ActionSampler | None = None
@@ -236,7 +240,7 @@ class Runner:
         slab = self.pool.take() if slab is None else slab
         self.filled, self._ends, self._versions = 0, [], [(0, self.version)]
         try:
-            with self._surroundings():
+            with self.shield.lifted(), self._surroundings():
                 self._roll(slab, steps, refresh, stop)
         except CallFailed as failure:
             located = self._located(failure)
@@ -454,6 +458,7 @@ class Runner:
             mask = np.ones((rows, self.group.num_envs), bool)
             mask[-1] = False
             mask[-1, which] = True
+        self._ends = [end for end in self._ends if end[0] < rows]  # Ctrl-C comes anywhere
         with contextlib.suppress(SwathError):
             whole = self._finish(slab, rows, mask)
             self.partial = Filled(slab, rows, whole.frames, mask)

@@ -27,6 +27,7 @@ from typing import Any
 
 from swath.errors import ClosedError
 from swath.links import Link, pack
+from swath.shield import Shield
 from swath.workers.messages import (
     Built,
     Close,
@@ -39,7 +40,6 @@ from swath.workers.messages import (
     Value,
 )
 from swath.workers.place import LocalPlace, Place
-from swath.workers.shield import Shield
 
 __all__ = ["Crew"]
 

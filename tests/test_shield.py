@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from swath.workers.shield import Shield
+from swath.shield import Shield
 
 
 def ctrl_c():
