@@ -185,6 +185,7 @@ def test_the_ratio_holds_and_neither_pause_nor_shutdown_waits_for_it(kind, stora
         for _ in range(200):
             buffer.sample()
         assert buffer.stats()["frames"] > stats["frames"]
+        time.sleep(0.2)  # and wait again
         collector.async_shutdown(timeout=600)  # more than a test may take
         assert not collector.is_running()
 

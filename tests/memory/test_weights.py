@@ -54,6 +54,11 @@ def test_tied_weights_are_published_once_and_buffers_too():
     block.publish(module.state_dict(), 9, [0])  # has no scratch: the last one stays
     block.take(0, into := tensors(module))
     assert (into["scratch"] == 5).all()
+    block = WeightBlock(spec, 1)
+    block.publish(module.state_dict(), 1, [0])  # never had any: the reader's own stays
+    into["scratch"].fill_(7)
+    block.take(0, into)
+    assert (into["scratch"] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
