@@ -4,15 +4,16 @@
   your process                                                  actor
   RayLink  ---- tell(n, message), ask(n, message): calls ---->  RayPort -- worker, in run()
       |    <=== the answer of an ask: a report, and one block       |
-      |    ==== push(n, message, weights): one object for all ===>  |
+      |    ==== weights: with an ask, or by push(n, ...) if it is at work: one object for all ===>
       '--- the end of run() is the end of the worker ------------'
 ```
 
 Calls of one link may overtake each other, so each has a number, and the port takes them in order;
 so do answers. Nobody polls: a call that ends rings a bell, in a thread of Ray's, and the crew waits
 for bells. A block comes as one numpy array in Ray's store, which is read-only: it is copied once,
-into the slab, and let go. The place owns the actor; order of shutdown: `close` message, the end of
-`run`, or the time limit, then the actor is killed.
+into the slab, and let go. Of weights only the newest matter: they go with the next order to a
+worker that rests, and at most one version is on its way to one at work. The place owns the actor;
+order of shutdown: `close` message, the end of `run`, or the time limit, then the actor is killed.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class RayLink:
         self.attached: set[int] = set()
         self._bell, self._lock = Bell(), threading.Lock()
         self._sends, self._numbers = threading.RLock(), itertools.count()
-        self._pushes: deque[Any] = deque()
+        self._newest: tuple[Any, Any] | None = None  # pushed, and not on its way yet
+        self._pushing = False
         self._expected: deque[Expected | None] = deque()
         self._answers: dict[int, Any] = {}
         self._arrived: deque[Any] = deque()
@@ -169,9 +171,12 @@ class RayLink:
         """Return the descriptor to wait on for messages."""
         return self._bell.fileno()
 
-    def _call(self, method: Any, *arguments: Any) -> Any:
+    def _check(self) -> None:
         if self._reason is not None or not needed().is_initialized():
             raise EOFError(self._reason)
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        self._check()
         return method.remote(next(self._numbers), *arguments)
 
     def send(self, message: Any, sizes: Sequence[int] = ()) -> None:
@@ -184,8 +189,9 @@ class RayLink:
     ) -> None:
         """Send a message that is answered, with a block if one is expected."""
         with self._sends:
-            turn = self._asked
-            call = self._call(self._actor.ask, turn, message, sizes)
+            turn, pushed = self._asked, self._newest or ()
+            call = self._call(self._actor.ask, turn, message, sizes, *pushed)
+            self._newest = None
             self._expected.append(expected)
             self._asked += 1
         _when_done(call, functools.partial(self._answer, turn))
@@ -199,11 +205,25 @@ class RayLink:
         _when_done(call, functools.partial(self._answer, turn))
 
     def push(self, message: Any, block: Any) -> None:
-        """Send a message that the worker reads at once, also in a rollout, with an object."""
+        """Send a message that the worker reads even in a rollout, with an object.
+
+        One that has not been sent when the next comes is not sent at all.
+        """
         with self._sends:
-            while len(self._pushes) > 1:  # one is under way: more would pile up
-                needed().wait([self._pushes.popleft()])
-            self._pushes.append(self._call(self._actor.push, message, block))
+            self._check()
+            self._newest = message, block
+            self._send_newest()
+
+    def _send_newest(self) -> None:
+        if self._newest is not None and not self._pushing and self._heard < self._asked:
+            call = self._call(self._actor.push, *self._newest)
+            self._newest, self._pushing = None, True
+            _when_done(call, self._pushed)
+
+    def _pushed(self, _: Any, error: BaseException | None) -> None:
+        with self._sends, contextlib.suppress(EOFError):
+            self._pushing = False
+            self._send_newest()
 
     def receive(self) -> Any:
         """Wait for a message, and put its block where it belongs; EOFError if it is gone."""
@@ -295,15 +315,20 @@ class RayPort(Inbox):
         self._over = False
 
     def deliver(self, number: int, *what: Any) -> None:
-        """Take a message, with sizes of memory or with a pushed block, when its turn has come."""
+        """Take what was pushed and a message, if there are any, when their turn has come."""
         with self._delivering:
             self._early[number] = what
             while self._next in self._early:
                 now, self._next = self._early.pop(self._next), self._next + 1
                 self._take_in(*now)
 
-    def _take_in(self, message: Any, sizes: Sequence[int], block: np.ndarray | None = None) -> None:
-        self._put(message, sizes, None if block is None else writable(block))
+    def _take_in(
+        self, message: Any, sizes: Sequence[int], pushed: Any = None, block: Any = None
+    ) -> None:
+        if pushed is not None:
+            self._put(pushed, (), writable(block))
+        if message is not None:
+            self._put(message, sizes, None)
 
     def report(self, turn: int) -> Any:
         """Wait for the report with this number; EOFError if the worker ends without it."""

@@ -45,12 +45,14 @@ class Host:
         """Take a message."""
         self._port.deliver(number, message, sizes)
 
-    def ask(self, number: int | None, turn: int, message: Any, sizes: Sequence[int]) -> Any:
-        """Take a message, if there is one, and return the report with this number."""
+    def ask(
+        self, number: int | None, turn: int, message: Any, sizes: Sequence[int], *pushed: Any
+    ) -> Any:
+        """Take weights and a message, if there are any, and return the report with this number."""
         if number is not None:
-            self._port.deliver(number, message, sizes)
+            self._port.deliver(number, message, sizes, *pushed)
         return self._port.report(turn)
 
     def push(self, number: int, message: Any, block: Any) -> None:
         """Take weights."""
-        self._port.deliver(number, message, (), block)
+        self._port.deliver(number, None, (), message, block)

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 
 import contract_kit as kit
@@ -138,16 +139,43 @@ def test_an_interrupt_reaches_a_worker_at_work_and_can_be_taken_back(link_to):
         assert link.receive() == ("interrupted", number)
 
 
-def test_pushed_blocks_arrive_whole_in_order_and_before_what_is_sent_later(link_to, cluster):
+def test_the_newest_block_arrives_whole_and_with_what_is_asked_next(link_to, cluster):
     link, pushed = link_to(take), []
     assert link.receive() == []
     for version in range(20):
         block = kit.block_of(version)
         link.push(version, cluster.put(block) if version % 2 else block)
-        pushed.append((version, int(block[0])))
         if version % 4 == 0:
-            link.ask("how many?")
+            pushed.append((version, int(block[0])))  # the others are old when it is asked
+            link.ask("which?")
             assert link.receive() == pushed
+
+
+def test_blocks_reach_a_worker_at_work_the_newest_last(link_to):
+    def until_the_last(port):
+        seen, last = [], threading.Event()
+
+        def on_push(version, block):
+            assert block.min() == block.max() == version % 251
+            seen.append(version)
+            if version == 99:
+                last.set()
+
+        port.on_push = on_push
+        port.send("hello")
+        port.send(port.receive()[0])
+        port.receive()
+        last.wait()
+        port.send(seen)
+
+    link = link_to(until_the_last)
+    assert link.receive() == "first"
+    link.ask("work")
+    for version in range(100):
+        link.push(version, kit.block_of(version))
+    seen = link.receive()
+    assert seen == sorted(set(seen))
+    assert seen[-1] == 99
 
 
 def test_the_death_of_a_worker_is_noticed_at_once_and_told(link_to):
