@@ -92,7 +92,7 @@ class HostColumn(Column):
         if not self.small:
             picked = self.tensor.index_select(0, torch.from_numpy(rows.reshape(-1)))
             return picked if rows.ndim == 1 else picked.view(*rows.shape, *self.shape)
-        values = self._items[rows].reshape(-1).view(self.form.base)
+        values = self._items.take(rows.reshape(-1), mode="clip").view(self.form.base)
         return self.as_tensor(values.reshape(rows.shape + self.form.shape))
 
     def as_tensor(self, values: np.ndarray) -> torch.Tensor:
@@ -126,16 +126,15 @@ class Record:
 
     def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
         """Return copies of rows, contiguous, by key."""
-        records = self._items[rows.reshape(-1)].view(self._form)
+        # All rows exist; to be told so makes numpy twice as fast.
+        records = self._items.take(rows.reshape(-1), mode="clip").view(self._form)
         found: dict[Key, torch.Tensor] = {}
         for column, name, members in self._kinds:
             values = records[name].swapaxes(0, 1).copy()
             if rows.ndim != 1:
                 values = values.reshape(-1, *rows.shape, *column.shape)
-            if len(members) == 1:
-                found[members[0]] = column.as_tensor(values[0])
-            else:
-                found.update(zip(members, column.as_tensor(values).unbind(0), strict=True))
+            for key, value in zip(members, values, strict=True):
+                found[key] = column.as_tensor(value)
         return found
 
 
