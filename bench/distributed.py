@@ -184,7 +184,7 @@ def races(options: argparse.Namespace) -> dict:
     found: dict[str, Any] = {}
     for work in options.works:
         for kind in options.kinds:
-            names = [*SWATH, *PEERS[kind], HANDS]
+            names = options.names or [*SWATH, *PEERS[kind], HANDS]
             rounds = [
                 {name: run(name, work, kind, options, options.workers) for name in names}
                 for _ in range(options.rounds)
@@ -314,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.distributed", description=__doc__)
     parser.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
     parser.add_argument("--kinds", nargs="+", default=["sync", "async"])
+    parser.add_argument("--names", nargs="+", help="only these contestants")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0)
