@@ -11,6 +11,7 @@ import numpy as np
 from swath.links import ProcessLink, ProcessPort, launch, pack, unpack
 from swath.links.gate import Gate, dial, new_secret
 from swath.links.remote import RemoteLink, RemotePort
+from swath.links.rpc import RpcMedium
 from swath.links.torch_distributed import TorchMedium
 from swath.memory import SharedMemory
 
@@ -42,17 +43,25 @@ class Pair:
         return ProcessLink(run_process, function)
 
     def _gloo(self, function):
+        name = new_secret().hex()
+        return self._remote(function, TorchMedium("gloo", "127.0.0.1", name, PATIENCE))
+
+    def _rpc(self, function):
+        return self._remote(function, RpcMedium("127.0.0.1", PATIENCE, [None], None))
+
+    def _remote(self, function, medium):
+        self._closes.callback(medium.close)
         secret = new_secret()
         gate = Gate("127.0.0.1", 0, secret, PATIENCE)
         self._closes.callback(gate.close)
-        medium = TorchMedium("gloo", "127.0.0.1", new_secret().hex(), PATIENCE)
-        self._closes.callback(medium.close)
         process = launch(run_remote, pack((gate.port, secret, function), "it"))
         arrival = gate.fetch(0, time.monotonic() + 30, lambda: None)
         ticket = medium.ticket(0)
         arrival.channel.send(ticket)
         bulk = medium.connect(ticket, arrival.own_host)
-        return RemoteLink(arrival.channel, bulk, "it", process.pid, "here", process)
+        link = RemoteLink(arrival.channel, bulk, "it", process.pid, "here", process)
+        assert link.receive() == "joined"  # as every worker tells before anything else
+        return link
 
     def give_memory(self) -> None:
         """Let the worker have memory; what it writes there comes here with its message."""
@@ -86,6 +95,7 @@ def run_remote(channel, payload):
     channel, own_host = dial("127.0.0.1", port, secret, 0, PATIENCE)
     ticket, _ = channel.receive()
     port = RemotePort(channel, ticket.connect(own_host))
+    port.send("joined")
     try:
         unpack(function)(port)
     finally:
