@@ -5,6 +5,11 @@ import sys
 
 import pytest
 
+from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from swath.testing import CountingEnv, check_transitions
+
+KINDS = {"one": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
+
 SCRIPT = """
 import random, signal, sys, threading, time
 from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -69,9 +74,43 @@ check(replay_buffer=ReplayBuffer(1_000_000))
 """
 
 
-@pytest.mark.parametrize("kind", ["one", "sync", "async"])
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_each_arrives_and_nothing_is_lost(kind):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 0, done.stderr
+
+
+class Hook:
+    """Is interrupted when it is called for the third time."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, batch):
+        self.calls += 1
+        if self.calls == 3:
+            raise KeyboardInterrupt
+
+
+def make(kind, hook=None):
+    return KINDS[kind](
+        [CountingEnv], frames_per_batch=10, total_frames=50, seed=0, post_collect_hook=hook
+    )
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("how", ["next", "partial", "state"])
+def test_what_a_hook_was_interrupted_with_is_not_lost(kind, how):
+    with make(kind, Hook()) as collector, make(kind) as other:
+        batches = [collector.next(), collector.next()]
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        if how == "partial":
+            batches.append(collector.partial())
+        if how == "state":
+            other.load_state_dict(collector.state_dict())
+        batches += list(other if how == "state" else collector)
+        assert check_transitions(batches) == sum(batch.numel() for batch in batches) == 50
+        assert (other if how == "state" else collector).stats()["frames"] == 50

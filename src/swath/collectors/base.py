@@ -396,7 +396,7 @@ class BaseCollector(abc.ABC):
         inner = {
             "source": self._source_state(),
             "assembler": None if self._assembler is None else self._assembler_state(),
-            "kept": (self._raw, self._made),
+            "kept": (_own(self._raw), self._made and (_own(self._made[0]),)),
         }
         blob = io.BytesIO()
         pickle.dump(inner, blob, protocol=pickle.HIGHEST_PROTOCOL)
@@ -432,5 +432,10 @@ class BaseCollector(abc.ABC):
             self._load_source_state(inner["source"])
             if self._assembler is not None:
                 self._assembler.load_state_dict(inner["assembler"])
-            self._raw, self._made = inner["kept"]
+            self._raw, self._made = inner.get("kept", (None, None))
             self._frames, self._batches = state["frames"], state["batches"]
+
+
+def _own(batch: Any) -> Any:
+    """Return a batch that is no view of a slab: with one, all of that would be saved."""
+    return batch.clone() if isinstance(batch, TensorDictBase) else batch
