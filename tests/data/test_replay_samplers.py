@@ -189,6 +189,16 @@ def test_slices_stay_within_a_trajectory(data, capacity: int, length: int) -> No
         assert seen <= possible
 
 
+def test_the_only_slice_that_is_whole_is_found() -> None:
+    buffer = ReplayBuffer(10, sampler=SliceSampler(slice_len=4), batch_size=16, seed=0)
+    for start in (0, 3):  # of three envs only the last has four frames left
+        buffer.extend(trajectories([0, 1, 2], [start] * 3, 3, set()))
+    batch = buffer.sample()
+    check_slices(batch)
+    assert (batch["collector", "traj_ids"] == 2).all()
+    assert (batch["time"] == torch.arange(2, 6)).all()
+
+
 def test_all_slices_are_equally_likely() -> None:
     buffer = ReplayBuffer(60, sampler=SliceSampler(num_slices=250), batch_size=1000, seed=0)
     for start in range(0, 30, 5):  # two envs, of which one ends every ten steps

@@ -130,7 +130,13 @@ class BaseCollector(abc.ABC):
             options.post_collect_hook(batch)
         if options.replay_buffer is None:
             return batch
-        options.replay_buffer.extend(batch)
+        written = getattr(options.replay_buffer, "writes", 0)
+        try:
+            options.replay_buffer.extend(batch)
+        except KeyboardInterrupt:
+            if getattr(options.replay_buffer, "writes", 0) != written:  # then not once more
+                self._made, self._raw, self._batches = (None,), None, self._batches + 1
+            raise
         return None
 
     def _publishes_now(self) -> bool:

@@ -130,6 +130,8 @@ class ReplayBuffer:
             None if device is None else torch.device(device),
             pin_memory,
         )
+        self.writes = 0
+        """How often `extend` has written something; it counts even if Ctrl-C comes at its end."""
         self._ring: Ring | None = None
         self._runs: Runs | None = None
         self._error: BaseException | None = None
@@ -170,7 +172,7 @@ class ReplayBuffer:
         """Write the frames of a batch `[*, T]`, env by env and in order of time.
 
         Rows that `("collector", "mask")` excludes are left out, and so is the mask. All frames are
-        written or, if this raises, none.
+        written or, if this raises, none; but Ctrl-C may come when they are written, see `writes`.
         """
         try:
             self._write(batch)
@@ -186,10 +188,10 @@ class ReplayBuffer:
         check_fit(ring.columns, values, len(lead))
         if not frames:
             return
-        with ring.writing:
+        with ring.writing, ring.shield:
             first = self._pace.until(
                 lambda: ring.claim(frames, lambda: self._pace.may_write(ring)),
-                self._check,
+                lambda: self._check_lifted(ring),
                 "to write: too few samples are drawn for samples_per_insert="
                 f"{self._pace.samples_per_insert}",
             )
@@ -207,6 +209,11 @@ class ReplayBuffer:
                 ring.abandon(first, kept)
                 raise
             ring.commit(first, kept, frames, version)
+            self.writes += 1
+
+    def _check_lifted(self, ring: Ring) -> None:
+        with ring.shield.lifted():  # while a write waits, Ctrl-C may come
+            self._check()
 
     def add(self, frame: TensorDictBase) -> None:
         """Write one frame, a TensorDict without batch size."""

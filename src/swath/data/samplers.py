@@ -180,7 +180,7 @@ class SliceSampler(Sampler):
         def slices(last: np.ndarray) -> np.ndarray:
             here = ring.run.take(last % ring.capacity)
             depth = here + ring.links[(last - here + 1) % ring.capacity, 1]
-            enough = np.flatnonzero(depth >= length)[: 2 * count]
+            enough = np.flatnonzero(depth >= length)  # some of these may be gone
             last, here = last[enough], here[enough]
             index = last[:, None] - steps[::-1]  # right, if they all stand side by side
             while (open_still := np.flatnonzero(here < length)).size:

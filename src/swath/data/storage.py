@@ -46,6 +46,7 @@ from swath.data.datasets import (
 )
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
+from swath.shield import Shield
 from swath.tree import Key, nest
 
 __all__ = ["Handle", "Ring", "make_ring", "open_ring"]
@@ -137,6 +138,7 @@ class Ring:
             status = os.fstat(self._descriptor)
             locks = _known.setdefault((status.st_dev, status.st_ino), locks)
         self._locks, self.writing = locks, locks.writing
+        self.shield = Shield()
 
     def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
         """Return copies of rows, by key."""
@@ -148,7 +150,8 @@ class Ring:
     # -- the ledger -----------------------------------------------------------------------------
 
     def __enter__(self) -> Ring:
-        """Take the ledger: nobody claims rows or makes them whole meanwhile."""
+        """Take the ledger: nobody claims rows or makes them whole meanwhile, nor comes Ctrl-C."""
+        self.shield.__enter__()
         self._locks.ledger.acquire()
         if self._descriptor is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
@@ -162,6 +165,7 @@ class Ring:
         if self._descriptor is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
         self._locks.ledger.release()
+        self.shield.__exit__()
 
     def fence(self) -> None:
         """Keep processors that reorder memory accesses from doing so here: a lock does."""
