@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -57,8 +57,11 @@ class HostColumn(Column):
         size, nbytes = math.prod(self.shape), math.prod(self.shape) * self.dtype.itemsize
         # numpy has not all of torch's types, and needs none of them to copy bytes.
         self._bits = self.dtype if self.dtype in _NUMPY_KNOWS else _BITS[self.dtype.itemsize]
+        self.as_tensor: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
+        if self._bits is not self.dtype:
+            self.as_tensor = lambda values: torch.from_numpy(values).view(tensor.dtype)
         self.form = np.dtype((numpy_dtype(self._bits), tuple(self.shape)))
-        self._item = np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
+        self.item = np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
         self._only: Any = (..., *[0] * len(self.shape)) if size == 1 else None
         self._items = self._as_items(tensor)
         self.small = nbytes < WORTH_THREADS
@@ -86,7 +89,7 @@ class HostColumn(Column):
             array = array.reshape(*array.shape[: -len(self.shape)], -1)
         if array.strides[-1] != array.itemsize:
             array = np.ascontiguousarray(array)
-        return array.view(self._item)[..., 0]
+        return array.view(self.item)[..., 0]
 
     def take(self, rows: np.ndarray) -> torch.Tensor:
         if not self.small:
@@ -94,11 +97,6 @@ class HostColumn(Column):
             return picked if rows.ndim == 1 else picked.view(*rows.shape, *self.shape)
         values = self._items.take(rows.reshape(-1), mode="clip").view(self.form.base)
         return self.as_tensor(values.reshape(rows.shape + self.form.shape))
-
-    def as_tensor(self, values: np.ndarray) -> torch.Tensor:
-        """Return values of this key, in the form that numpy has for them, as a tensor."""
-        tensor = torch.from_numpy(values)
-        return tensor if self._bits is self.dtype else tensor.view(self.dtype)
 
 
 class Record:
@@ -111,15 +109,16 @@ class Record:
 
     def __init__(self, columns: Mapping[Key, HostColumn], block: np.ndarray) -> None:
         self._items = block.view(f"V{block.shape[1]}")[:, 0]
-        self._kinds: list[tuple[HostColumn, str, list[Key]]] = []
+        self._kinds: list[tuple[str, list[Key], Any, tuple[int, ...], Any]] = []
         forms, places = [], []
         for _, kind in groupby(columns.items(), lambda pair: (pair[1].dtype, pair[1].shape)):
             members = dict(kind)
             first = next(iter(members.values()))
-            forms.append(np.dtype((first.form, (len(members),))))
+            forms.append(np.dtype((first.item, (len(members),))))
             places.append(first.tensor.data_ptr() - block.ctypes.data)
-            self._kinds.append((first, f"f{len(self._kinds)}", list(members)))
-        names = [name for _, name, _ in self._kinds]
+            name, shape = f"f{len(self._kinds)}", tuple(first.shape)
+            self._kinds.append((name, list(members), first.form.base, shape, first.as_tensor))
+        names = [name for name, *_ in self._kinds]
         self._form = np.dtype(
             {"names": names, "formats": forms, "offsets": places, "itemsize": block.shape[1]}
         )
@@ -129,12 +128,12 @@ class Record:
         # All rows exist; to be told so makes numpy twice as fast.
         records = self._items.take(rows.reshape(-1), mode="clip").view(self._form)
         found: dict[Key, torch.Tensor] = {}
-        for column, name, members in self._kinds:
-            values = records[name].swapaxes(0, 1).copy()
-            if rows.ndim != 1:
-                values = values.reshape(-1, *rows.shape, *column.shape)
-            for key, value in zip(members, values, strict=True):
-                found[key] = column.as_tensor(value)
+        for name, members, dtype, shape, as_tensor in self._kinds:
+            values = records[name].T.copy().view(dtype)
+            values = values.reshape((len(members), *rows.shape, *shape))
+            # Each key is a tensor of its own, not one of several views of one: those cannot be
+            # written to where gradients are wanted.
+            found.update(zip(members, map(as_tensor, values), strict=True))
         return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,23 +37,22 @@ class Lags:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._frames = self._sum = self._most = 0
-        self._waiting: list[np.ndarray] = []
+        self._waiting: deque[np.ndarray] = deque()
 
     def note(self, newest: int, versions: torch.Tensor) -> None:
         """Take the versions that acted, and the newest one."""
-        lags = newest - versions.numpy(force=True).reshape(-1)
-        with self._lock:
-            self._waiting.append(lags)
+        lags = newest - (versions.numpy(force=True) if versions.is_cuda else versions.numpy())
+        self._waiting.append(lags)  # in one go, whoever else does
         if len(self._waiting) >= _MANY or lags.size > _LARGE:
             self.as_dict()
 
     def as_dict(self) -> dict[str, float]:
         """Return their mean and the largest."""
         with self._lock:
-            if self._waiting:
-                lags = np.concatenate(self._waiting)
+            if waiting := [self._waiting.popleft() for _ in range(len(self._waiting))]:
+                lags = np.concatenate([some.reshape(-1) for some in waiting])
                 self._frames, self._sum = self._frames + lags.size, self._sum + int(lags.sum())
-                self._most, self._waiting = max(self._most, int(lags.max(initial=0))), []
+                self._most = max(self._most, int(lags.max(initial=0)))
             mean = self._sum / self._frames if self._frames else 0.0
             return {"lag_mean": mean, "lag_max": self._most}
 
@@ -150,9 +150,11 @@ _NONE = np.empty(0, np.int64)
 
 def _torn(ring: Ring, index: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return where frames, or slices with frames, are not whole any more."""
-    whole = ring.whole(index, rows)
-    if whole.all():
+    now = ring.stamps.take(rows)
+    now -= 1
+    if now.tobytes() == index.tobytes():  # as they nearly always are
         return _NONE
+    whole = now == index
     return np.flatnonzero(~(whole if whole.ndim == 1 else whole.all(1)))
 
 

@@ -62,7 +62,7 @@ def check_fit(known: Mapping[Key, Like], values: Mapping[Key, torch.Tensor], dim
         raise UsageError(f"this batch {which} {key_name(key)}; all must have the same keys.")
     for key, value in values.items():
         one = known[key]
-        if value.shape[dims:] != one.shape or value.dtype != one.dtype:
+        if value.dtype is not one.dtype or value.shape[dims:] != one.shape:
             raise UsageError(
                 f"{key_name(key)} is {value.dtype} {tuple(value.shape[dims:])} per frame in this "
                 f"batch, but {one.dtype} {tuple(one.shape)} in the first; all batches must agree."

@@ -68,7 +68,7 @@ def _random(ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray:
         rows %= ring.capacity
     numbers = ring.stamps.take(rows)
     numbers -= 1
-    return numbers if numbers.min(initial=0) >= 0 else numbers[numbers >= 0]
+    return numbers if np.minimum.reduce(numbers) >= 0 else numbers[numbers >= 0]
 
 
 def _enough(

@@ -142,9 +142,9 @@ class Ring:
 
     def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
         """Return copies of rows, by key."""
-        values = {key: column.take(rows) for key, column in self._apart.items()}
-        if self._record is not None:
-            values.update(self._record.take(rows))
+        values = {} if self._record is None else self._record.take(rows)
+        for key, column in self._apart.items():
+            values[key] = column.take(rows)
         return values
 
     # -- the ledger -----------------------------------------------------------------------------

@@ -13,11 +13,11 @@ host waits for neither.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-__all__ = ["OwnStream"]
+__all__ = ["OwnStream", "side_by_side"]
 
 
 class OwnStream:
@@ -47,3 +47,26 @@ class OwnStream:
         """Let the host wait until all that was queued here is done."""
         if self.stream is not None:
             self.stream.synchronize()
+
+
+def side_by_side(*works: Callable[[], None]) -> None:
+    """Do pieces of work none of which needs another; all at once, where a graph is recorded.
+
+    Small kernels take longer to start than to run, and a graph can start several. All that a piece
+    reads and others know must outlive the recording.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        for work in works:
+            work()
+        return
+    first, *others = works
+    main, sides = torch.cuda.current_stream(), []
+    for work in others:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            work()
+        sides.append(side)
+    first()
+    for side in sides:
+        main.wait_stream(side)

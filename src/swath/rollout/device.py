@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swath.devices import Recorder, fingerprint, refusal
+from swath.devices import Recorder, fingerprint, refusal, side_by_side
 from swath.errors import PolicyError, UsageError
 from swath.memory import DeviceMemory, Layout, Slab
 from swath.policies import ActionSampler, Interface, UniformPolicy
@@ -58,7 +58,7 @@ class DeviceRunner(Runner):
         self._told = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
         self._static: Slab | None = None
         self._limit = plan.max_frames_per_traj
-        self._played = self.ledger.lengths.clone()
+        self._played = self.ledger.lengths.long()
         super().__init__(group, policy, plan, sampler)
         self._ranges = _ranges(self.interface, device)
         for key in columns.ROOT_FLAGS:  # always False: who ends is reset at once
@@ -214,7 +214,11 @@ class DeviceRunner(Runner):
             if plan.reset_at_each_iter:
                 ends[-1].fill_(True)
         self._noted = ends
-        self.ledger.add(rows[keys.REWARD][..., 0], done, ends, rows[keys.TRAJ_IDS])
+        side_by_side(
+            lambda: self.ledger.count(rows[keys.REWARD][..., 0], ends),
+            lambda: self.ledger.number(done, rows[keys.TRAJ_IDS]),
+            lambda: self._check_actions(rows),
+        )
         if ends is not done:
             rows[keys.NEXT_TRUNCATED][-1].logical_or_(~rows[keys.NEXT_DONE][-1])
             rows[keys.NEXT_DONE][-1].fill_(True)
@@ -222,6 +226,9 @@ class DeviceRunner(Runner):
             rows[keys.WORKER].fill_(plan.worker)
         if keys.MASK in rows:
             rows[keys.MASK].fill_(True)
+
+    def _check_actions(self, rows: dict[Key, torch.Tensor]) -> None:
+        """Note whether any is out of range."""
         for key, (low, high) in self._ranges.items():
             least, greatest = rows[key].flatten(0, 1).aminmax(dim=0)
             self._bad.logical_or_((~((least >= low) & (greatest <= high))).any())

@@ -25,31 +25,29 @@ class Ledger:
     def __init__(self, num_envs: int, device: torch.device, first_id: int) -> None:
         self._ids = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._next_id = torch.full((), first_id, device=device)
-        self.lengths = torch.zeros_like(self._ids)
-        """Frames so far of each env's open episode."""
-        self._returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        self._open = torch.zeros(2, num_envs, dtype=torch.float64, device=device)
         # How many episodes ended, and the sums of their returns and lengths: in all, and in the
         # last rollout in which any did.
         self._ended = torch.zeros(3, dtype=torch.float64, device=device)
         self._recent = self._ended.clone()
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Frames so far of each env's open episode; beside them are their returns."""
+        return self._open[1]
 
     def restart(self) -> None:
         """Begin a trajectory in every env; open ones were cut off and do not count."""
         n = len(self._ids)
         self._ids.copy_(self._next_id + torch.arange(n, device=self._ids.device))
         self._next_id += n
-        self._returns.zero_()
-        self.lengths.zero_()
+        self._open.zero_()
 
-    def add(
-        self, reward: torch.Tensor, done: torch.Tensor, ends: torch.Tensor, ids: torch.Tensor
-    ) -> None:
-        """Account for one rollout and write its trajectory ids.
+    def number(self, done: torch.Tensor, ids: torch.Tensor) -> None:
+        """Write the trajectory ids of a rollout.
 
         Args:
-            reward: `[T, N]`.
             done: `[T, N]`, where a trajectory ended and another began.
-            ends: `[T, N]`, where an episode ended: there, and where it was cut off.
             ids: `[T, N]`, written.
         """
         begun = done.flatten().long()
@@ -61,28 +59,26 @@ class Ledger:
         table = table.cummax(0).values  # ids only grow
         ids.copy_(table[:-1])
         self._ids.copy_(table[-1])
-        self._next_id.copy_(begun[-1, -1] + 1)
-        self._count_episodes(reward, ends)
+        torch.add(begun[-1, -1], 1, out=self._next_id)
 
-    def _count_episodes(self, reward: torch.Tensor, ends: torch.Tensor) -> None:
-        """Add up returns and lengths: of each env, up to the last end of an episode."""
+    def count(self, reward: torch.Tensor, ends: torch.Tensor) -> None:
+        """Add up returns and lengths of a rollout: of each env, up to the last end of an episode.
+
+        Args:
+            reward: `[T, N]`.
+            ends: `[T, N]`, where an episode ended: there, and where it was cut off.
+        """
         numbers = torch.arange(1, len(ends) + 1, device=ends.device, dtype=torch.int32)[:, None]
         last = torch.where(ends, numbers, 0).amax(0)
         gained = torch.where(numbers <= last, reward, 0).sum(0, dtype=torch.float64)
-        some, total = last > 0, reward.sum(0, dtype=torch.float64)
-        ended = torch.stack(
-            [
-                ends.sum(dtype=torch.float64),
-                *(
-                    torch.where(some, value, 0).sum(dtype=torch.float64)
-                    for value in (self._returns + gained, self.lengths + last)
-                ),
-            ]
-        )
+        gained, some = torch.stack([gained, last]), last > 0
+        sums = torch.where(some, self._open + gained, 0).sum(1)
+        ended = torch.cat([ends.sum(dtype=torch.float64)[None], sums])
         self._ended += ended
-        self._recent.copy_(torch.where(ended[0] > 0, ended, self._recent))
-        self._returns.masked_fill_(some, 0).add_(total.sub_(gained))
-        self.lengths.masked_fill_(some, 0).add_(len(ends) - last)
+        torch.where(ended[0] > 0, ended, self._recent, out=self._recent)
+        self._open.masked_fill_(some, 0).sub_(gained)
+        self._open[0] += reward.sum(0, dtype=torch.float64)
+        self._open[1] += len(ends)
 
     def open_ids(self) -> list[int]:
         """Return the id of each env's open trajectory; this waits for the device."""
