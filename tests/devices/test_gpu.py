@@ -187,10 +187,32 @@ class Rule(nn.Module):
         return (observation[..., 2] * self.weight[2] > 0).long()
 
 
-@pytest.mark.parametrize("options", [{}, {"cudagraph_policy": True}, {"storing_device": "cuda"}])
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cudagraph_policy": True},
+        {"storing_device": "cuda"},
+        {"compile_policy": True},
+        {"compile_policy": True, "cudagraph_policy": True},
+    ],
+)
 def test_gymnasium_envs_with_a_policy_on_the_gpu(options):
     expected = gym_batches(4, Rule())
     for batch, one in zip(gym_batches(4, Rule().to(CUDA), **options), expected, strict=True):
+        assert_same(batch, one)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("cudagraph", [False, "auto"])
+def test_a_compiled_policy_beside_its_envs_gives_the_same_data(cudagraph):
+    compiled = {"compile_policy": True, "cudagraph": cudagraph}
+    torch.compiler.reset()
+    given = batches(4, Steps(8, CUDA), Whole().to(CUDA), **compiled)
+    for batch, one in zip(given, batches(4, Steps(8, CUDA), Whole().to(CUDA)), strict=True):
         assert_same(batch, one)
 
 

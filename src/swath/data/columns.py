@@ -63,7 +63,7 @@ class HostColumn(Column):
         self.form = np.dtype((numpy_dtype(self._bits), tuple(self.shape)))
         self.item = np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
         self._only: Any = (..., *[0] * len(self.shape)) if size == 1 else None
-        self._items = self._as_items(tensor)
+        self.items = self._as_items(tensor)
         self.small = nbytes < WORTH_THREADS
 
     def put(
@@ -72,11 +72,11 @@ class HostColumn(Column):
         items = self._as_items(value)
         if mask is None and not skip and len(spans) == 1:
             start, stop, _ = spans[0]
-            self._items[start:stop].reshape(items.shape)[...] = items
+            self.items[start:stop].reshape(items.shape)[...] = items
             return
         rows = (items.reshape(-1) if mask is None else items[mask])[skip:]
         for start, stop, at in spans:
-            self._items[start:stop] = rows[at : at + stop - start]
+            self.items[start:stop] = rows[at : at + stop - start]
 
     def _as_items(self, value: torch.Tensor) -> np.ndarray:
         """Return `[*lead, *shape]` as an array `[*lead]`; a view, if a frame is in one piece."""
@@ -95,7 +95,7 @@ class HostColumn(Column):
         if not self.small:
             picked = self.tensor.index_select(0, torch.from_numpy(rows.reshape(-1)))
             return picked if rows.ndim == 1 else picked.view(*rows.shape, *self.shape)
-        values = self._items.take(rows.reshape(-1), mode="clip").view(self.form.base)
+        values = self.items.take(rows.reshape(-1), mode="clip").view(self.form.base)
         return self.as_tensor(values.reshape(rows.shape + self.form.shape))
 
 

@@ -98,7 +98,7 @@ class Draws:
         if values is None:
             return None
         if (versions := values.get(keys.POLICY_VERSION)) is not None:
-            self.lags.note(int(ring.words[Word.NEWEST]), versions)
+            self.lags.note(ring.words[Word.NEWEST], versions)
         batch = _nested(ring.tree, values, torch.Size(index.shape), torch.from_numpy(index))
         if sampler is not None:
             for name, extra in sampler.extras(ring, index).items():

@@ -40,8 +40,8 @@ class Pace:
     def ahead(self, ring: Ring) -> float:
         """Return how many samples fewer have been drawn than the ratio asks for."""
         assert self.samples_per_insert is not None
-        frames = int(ring.words[Word.WRITTEN]) - self.min_size
-        return self.samples_per_insert * frames - int(ring.words[Word.DRAWN])
+        frames = ring.words[Word.WRITTEN] - self.min_size
+        return self.samples_per_insert * frames - ring.words[Word.DRAWN]
 
     def may_draw(self, ring: Ring) -> bool:
         """Tell whether a sample may be drawn now; of a tie, the other side goes first."""
@@ -52,12 +52,12 @@ class Pace:
         """Tell whether frames may be written now."""
         ratio = self.samples_per_insert
         free = ratio is None or ring.words[Word.FREE] > 0 or not self._is_stocked(ring)
-        return bool(free) or self.ahead(ring) <= self.tolerance
+        return free or self.ahead(ring) <= self.tolerance
 
     def _is_stocked(self, ring: Ring) -> bool:
         """Tell whether there are frames enough, those from before it was emptied left out."""
         frames = ring.words[Word.WRITTEN] - ring.words[Word.CLEARED]
-        return bool(ring.words[Word.HELD] > 0 and frames >= self.min_size)
+        return ring.words[Word.HELD] > 0 and frames >= self.min_size
 
     def until(self, attempt: Callable[[], Any], check: Callable[[], None], what: str) -> Any:
         """Return what `attempt` returns once that is not None; `check` raises if it is in vain."""

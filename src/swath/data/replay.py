@@ -54,9 +54,6 @@ _SAMPLERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
-_RUN_KEYS = (keys.TRAJ_IDS, keys.NEXT_DONE)
-
-
 class ReplayBuffer:
     """Keep the newest frames and draw batches of them, from any thread and any process.
 
@@ -201,9 +198,8 @@ class ReplayBuffer:
                 for key, value in values.items():
                     ring.columns[key].put(spans, value, mask, skip)
                 if self._runs is not None:
-                    ids, ended = (_rows(values.get(key), lead, mask) for key in _RUN_KEYS)
-                    numbers = np.arange(first, first + kept)
-                    self._runs.follow(ring, numbers, ids[skip:], ended[skip:])
+                    length = lead[-1] if mask is None and not skip and len(lead) > 1 else None
+                    self._runs.follow(ring, np.arange(first, first + kept), length)
                 version = _newest(values)
             except BaseException:
                 ring.abandon(first, kept)
@@ -249,7 +245,7 @@ class ReplayBuffer:
                 )
             known, ring.words[Word.RUNS] = bool(ring.words[Word.RUNS]), 1
             if not known:
-                saving.restore_runs(ring, ring.numbers(), Runs())
+                Runs().follow(ring, ring.numbers())
         self._runs = Runs() if ring.words[Word.RUNS] else None
         self._ring = ring
         self.note_version(self._newest)
@@ -387,7 +383,7 @@ class ReplayBuffer:
     # -- what is inside -------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return 0 if self._ring is None else int(self._ring.words[Word.HELD])
+        return 0 if self._ring is None else self._ring.words[Word.HELD]
 
     def empty(self) -> None:
         """Forget all frames; what is being written meanwhile too."""
@@ -403,7 +399,7 @@ class ReplayBuffer:
         the newest version that was published, or is in the buffer, minus the version that acted.
         """
         written, drawn = (
-            0 if self._ring is None else int(self._ring.words[word])
+            0 if self._ring is None else self._ring.words[word]
             for word in (Word.WRITTEN, Word.DRAWN)
         )
         return {
@@ -511,7 +507,7 @@ class ReplayBuffer:
                 self._error = None
             elif state == FAILED and self._error is None:
                 self._error = unpack_error(ring.told())
-            self._closed |= bool(state == CLOSED)
+            self._closed |= state == CLOSED
         if self._closed:
             raise ClosedError("this replay buffer was closed; make a new one.")
         if self._error is not None:
@@ -537,12 +533,6 @@ def _newest(values: Mapping[Key, torch.Tensor]) -> int:
     """Return the newest policy version of a batch."""
     versions = values.get(keys.POLICY_VERSION)
     return 0 if versions is None else int(np.maximum.reduce(versions.numpy(force=True), None))
-
-
-def _rows(value: torch.Tensor | None, lead: torch.Size, mask: np.ndarray | None) -> np.ndarray:
-    """Return a value for each frame of a batch, one after the other; zeros if there are none."""
-    array = np.zeros(lead, np.bool_) if value is None else value.numpy(force=True).reshape(lead)
-    return array.reshape(-1) if mask is None else array[mask]
 
 
 def _sampler(given: str | Sampler) -> Sampler:

@@ -3,78 +3,91 @@
 ```
  frames, by number   0 1 2 | 3 4 5 | 6 7      two envs, batches of three steps, then two of env A
  env                 A A A   B B B   A A
- run                 1 2 3   1 2 3   1 2      frames of it up to this one that stand side by side
- links               -1,0    -1,0    2,3      of the first: the one before it, how many there are
+ begins              0 0 0   3 3 3   6 6      the first frame of the stretch that it stands in
+ before              -1      -1      2        of the first: the one that may come before it
 ```
+
+A stretch is what one writer wrote in the order of time, side by side: a row of a batch, or less of
+it. There may be several trajectories in it, each of which but the last ends there. A sampler looks
+for their ends itself, among the few frames that it considers, so that a write costs little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from swath.data.storage import Ring
+from swath.rollout import keys
 
-__all__ = ["Runs"]
+__all__ = ["Runs", "consecutive", "depth"]
 
 _MANY = 10_000
 
 
 class Runs:
-    """Keeps for each frame how many come before it, and where; one per writer.
+    """Keeps for each frame where its stretch begins, and what comes before; one per writer.
 
     A trajectory goes on where this writer last wrote a frame of it, however many batches ago.
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[int, int]] = {}  # by trajectory: its last frame and depth
+        self._last: dict[int, int] = {}  # by trajectory that is open: its last frame
 
-    def follow(self, ring: Ring, numbers: np.ndarray, ids: np.ndarray, ended: np.ndarray) -> None:
-        """Note frames in the order of time, before they are whole.
+    def follow(self, ring: Ring, numbers: np.ndarray, length: int | None = None) -> None:
+        """Note frames that stand in their rows, in the order of time, before they are whole.
 
         Args:
             ring: Where they are.
             numbers: Of the frames.
-            ids: Their trajectories.
-            ended: Whether it ends with them.
+            length: After so many frames time begins anew, and only there a trajectory that was
+                begun earlier goes on after the end of another; anywhere, if None.
         """
-        new = np.ones(len(ids) + 1, np.bool_)
-        inner = new[1:-1]
+        if not len(numbers):
+            return
+        rows = ring.rows(numbers)
+        for key in (keys.TRAJ_IDS, keys.NEXT_DONE):
+            ring.copy_to_host(key, rows)
+        ids, ended = ring.on_host(keys.TRAJ_IDS)[rows], ring.on_host(keys.NEXT_DONE)[rows]
+        begins = np.ones(len(ids) + 1, np.bool_)
+        inner = begins[1:-1]
         np.not_equal(ids[1:], ids[:-1], out=inner)
-        inner |= ended[:-1]
-        if numbers[-1] - numbers[0] >= len(numbers):  # some are missing
-            inner |= numbers[1:] - numbers[:-1] != 1
-        edges = new.nonzero()[0]
+        if length is None:
+            inner |= ended[:-1] != 0
+            if numbers[-1] - numbers[0] >= len(numbers):  # some are missing
+                inner |= numbers[1:] - numbers[:-1] != 1
+        else:
+            np.greater(inner, ended[:-1], out=inner)
+            begins[length::length] = True
+        edges = begins.nonzero()[0]
         starts, last = edges[:-1], edges[1:] - 1
-        ring.run[ring.rows(numbers)] = np.arange(1, len(ids) + 1) - starts.repeat(last - starts + 1)
         firsts = numbers[starts]
-        rows = firsts % ring.capacity
-        ring.links[rows] = -1, 0
-        runs = (ids[starts], ended[last], firsts, numbers[last])
-        places, found = self._link(zip(*(each.tolist() for each in runs), strict=True))
-        if places:
-            ring.links[rows[places]] = found
-        if len(self._last) > _MANY:  # trajectories that nobody ended
-            low = ring.window()[0]
-            self._last = {one: last for one, last in self._last.items() if last[0] >= low}
-
-    def _link(
-        self, runs: Iterable[tuple[int, bool, int, int]]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return which runs continue one, with the frame before them and how many come before.
-
-        Args:
-            runs: For each its trajectory, whether that ends with it, its first and last frame.
-        """
-        places, found, known = [], [], self._last
-        for place, (trajectory, ends, first, last) in enumerate(runs):
-            if ends and trajectory not in known:
-                continue  # all of it is here, as of most
-            before = known.pop(trajectory, None)
-            if before is not None:
-                places.append(place)
-                found.append(before)
+        ring.begins[rows] = firsts.repeat(last - starts + 1)
+        before, known = [], self._last
+        stretches = (ids[starts], ids[last], ended[last], numbers[last])
+        for first, final, ends, number in zip(*(x.tolist() for x in stretches), strict=True):
+            before.append(known.pop(first, -1))
             if not ends:
-                known[trajectory] = last, last - first + 1 + (before[1] if before else 0)
-        return places, found
+                known[final] = number
+        ring.before[firsts % ring.capacity] = before
+        if len(known) > _MANY:  # trajectories that nobody ended
+            low = ring.window()[0]
+            self._last = {one: last for one, last in known.items() if last >= low}
+
+
+def consecutive(ring: Ring, index: np.ndarray) -> np.ndarray:
+    """Tell which rows of `[slices, frames]` do not go beyond the end of a trajectory."""
+    return ~ring.on_host(keys.NEXT_DONE)[index[:, :-1] % ring.capacity].any(1)
+
+
+def depth(ring: Ring, numbers: np.ndarray) -> np.ndarray:
+    """Return for frames, in order, how many of their trajectory they surely are the last of.
+
+    A large number, if they stand so near to the beginning of a stretch that there may be more.
+    """
+    rows = numbers % ring.capacity
+    begins, ended = ring.begins[rows], ring.on_host(keys.NEXT_DONE)[rows[:-1]]
+    new = np.ones(len(numbers), np.bool_)
+    new[1:] = (ended != 0) | (numbers[1:] - numbers[:-1] != 1) | (begins[1:] != begins[:-1])
+    first = np.maximum.accumulate(np.where(new, np.arange(len(numbers)), 0))
+    goes_back = (begins[first] == numbers[first]) & (ring.before[rows[first]] >= 0)
+    return np.where(goes_back, 1 << 62, np.arange(1, len(numbers) + 1) - first)

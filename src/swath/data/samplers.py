@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from swath.data.runs import consecutive, depth
 from swath.data.storage import Ring, Word
 from swath.errors import UsageError
 
@@ -22,6 +23,8 @@ __all__ = ["PrioritizedSampler", "Sampler", "SliceSampler", "UniformSampler"]
 
 _NOWHERE = -(1 << 62)
 """So far below that no frame has such a number, nor those that follow it."""
+_AT_ONCE = 1 << 16
+"""How many frames of slices are looked at together."""
 
 
 class Sampler(abc.ABC):
@@ -72,7 +75,11 @@ def _random(ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _enough(
-    ring: Ring, count: int, rng: np.random.Generator, fit: Callable[[np.ndarray], np.ndarray]
+    ring: Ring,
+    count: int,
+    rng: np.random.Generator,
+    fit: Callable[[np.ndarray], np.ndarray],
+    fit_all: Callable[[], np.ndarray],
 ) -> np.ndarray | None:
     """Return `count` of what `fit` makes of random frames, or None if none of them fits.
 
@@ -81,6 +88,7 @@ def _enough(
         count: How many.
         rng: Random numbers.
         fit: Takes numbers of frames and returns something for each of those that can be used.
+        fit_all: Returns the same of all frames, or at least `count` of them in random order.
     """
     found: list[np.ndarray] = []
     for tries in (8, 64):
@@ -88,7 +96,7 @@ def _enough(
         count -= len(found[-1])
         if not count:
             return np.concatenate(found)
-    fitting = fit(ring.numbers())
+    fitting = fit_all()
     if not len(fitting):
         return None
     return np.concatenate([*found, fitting[rng.integers(len(fitting), size=count)]])
@@ -114,7 +122,7 @@ class UniformSampler(Sampler):
             numbers = _random(ring, shape[0], rng)
             if len(numbers) == shape[0]:
                 return numbers
-            return _enough(ring, shape[0], rng, lambda numbers: numbers)
+            return _enough(ring, shape[0], rng, lambda numbers: numbers, ring.numbers)
         with self._lock:
             return self._next(ring, shape[0], rng)
 
@@ -178,22 +186,31 @@ class SliceSampler(Sampler):
         steps = np.arange(length)
 
         def slices(last: np.ndarray) -> np.ndarray:
-            here = ring.run.take(last % ring.capacity)
-            depth = here + ring.links[(last - here + 1) % ring.capacity, 1]
-            enough = np.flatnonzero(depth >= length)  # some of these may be gone
-            last, here = last[enough], here[enough]
             index = last[:, None] - steps[::-1]  # right, if they all stand side by side
-            while (open_still := np.flatnonzero(here < length)).size:
-                known = here[open_still]
-                first = index[open_still, length - known]
-                before = ring.links[first % ring.capacity, 0]
-                before[before < 0] = _NOWHERE  # overwritten meanwhile
-                missing = steps < (length - known)[:, None]
-                index[open_still] += missing * (before - first + 1)[:, None]
-                here[open_still] += np.maximum(ring.run.take(before % ring.capacity), 1)
-            return index[ring.whole(index).all(1)]
+            missing = length - 1 - (last - ring.begins[last % ring.capacity])
+            while (some := np.flatnonzero(missing > 0)).size:  # of these, before the stretch
+                first = index[some, missing[some]]
+                before = ring.before[first % ring.capacity]
+                before[before < 0] = _NOWHERE
+                earlier = steps < missing[some, None]
+                index[some] += earlier * (before - first + 1)[:, None]
+                found = before - ring.begins[before % ring.capacity] + 1
+                missing[some] -= np.where(before < 0, length, np.maximum(found, 1))
+            index = index[consecutive(ring, index)]
+            return index[ring.whole(index).all(1)]  # so what was read before was whole as well
 
-        return _enough(ring, count, rng, slices)
+        def all_slices() -> np.ndarray:
+            numbers = ring.numbers()
+            last = rng.permutation(numbers[depth(ring, numbers) >= length])
+            found, missing = [slices(last[:0])], count
+            for some in np.array_split(last, len(last) * length // _AT_ONCE + 1):
+                found.append(slices(some))
+                missing -= len(found[-1])
+                if missing <= 0:
+                    break
+            return np.concatenate(found)
+
+        return _enough(ring, count, rng, slices, all_slices)
 
 
 class PrioritizedSampler(Sampler):
@@ -257,7 +274,7 @@ class PrioritizedSampler(Sampler):
         """Give frames that were written since the last look the highest priority."""
         low, high = ring.window()
         if self._tree.size != ring.capacity or self._floor != ring.words[Word.FLOOR]:
-            self._tree, self._floor = _SumTree(ring.capacity), int(ring.words[Word.FLOOR])
+            self._tree, self._floor = _SumTree(ring.capacity), ring.words[Word.FLOOR]
             self._seen, self._waiting = low, self._waiting[:0]
         fresh = np.arange(max(self._seen, low), high)
         if len(self._waiting):

@@ -23,10 +23,9 @@ from swath.data.drawing import Draws
 from swath.data.runs import Runs
 from swath.data.storage import Ring, Word
 from swath.errors import UsageError
-from swath.rollout import keys
 from swath.tree import Key, nest
 
-__all__ = ["check_state", "load", "restore", "restore_runs", "save", "state_of"]
+__all__ = ["check_state", "load", "restore", "save", "state_of"]
 
 _STATE = "replay.pt"
 _CHUNK = 1 << 26
@@ -50,7 +49,7 @@ def state_of(ring: Ring | None, draws: Draws, capacity: int) -> dict[str, Any]:
 def _ledger(ring: Ring, draws: Draws) -> dict[str, Any]:
     return {
         "numbers": torch.from_numpy(ring.numbers()),
-        "words": torch.from_numpy(ring.words[: Word.RUNS].copy()),
+        "words": torch.tensor(ring.words[: Word.RUNS].tolist()),
         "sampler": draws.sampler.state_dict(),
     }
 
@@ -105,23 +104,10 @@ def restore(
         for key, value in values.items():
             tensor = ring.columns[key].tensor
             tensor[torch.from_numpy(rows)] = value.to(tensor.device)
-        ring.words[: Word.RUNS] = state["words"].numpy()
+        ring.words[: Word.RUNS] = state["words"].numpy().data
         if runs is not None:
-            restore_runs(ring, numbers, runs)
+            runs.follow(ring, numbers)
         ring.stamps[rows] = numbers + 1
-
-
-def restore_runs(ring: Ring, numbers: np.ndarray, runs: Runs) -> None:
-    """Find out which frames belong together of those that stand in their rows already."""
-    if len(numbers):
-        found = (ring.columns.get(key) for key in (keys.TRAJ_IDS, keys.NEXT_DONE))
-        ids, ended = (
-            np.zeros(len(numbers), np.bool_)
-            if column is None
-            else column.take(numbers % ring.capacity).cpu().numpy().reshape(-1)
-            for column in found
-        )
-        runs.follow(ring, numbers, ids, ended)
 
 
 def _paths(directory: str | Path) -> tuple[Path, Path, Path]:

@@ -1,7 +1,7 @@
 """The ring of a replay buffer: columns of frames, and a ledger of which frames are whole.
 
 ```
- block:    | words | stamps | run | links | an error |     columns: [capacity, *shape] by key
+ block:    | words | stamps | begins | before | an error |     columns: [capacity, *shape] by key
  a stamp:  0  nothing     -(i + 1)  frame i is being written     i + 1  frame i is whole
 ```
 
@@ -62,7 +62,7 @@ class Word:
     CLEARED = 4  # how many of them before the last `empty`
     DRAWN = 5  # samples drawn
     NEWEST = 6  # the newest policy version
-    RUNS = 7  # whether run and links are kept
+    RUNS = 7  # whether begins and before are kept
     BUSY = 8  # whether somebody changes the ledger
     STATE = 9  # OPEN, CLOSED or FAILED
     ERROR = 10  # bytes of the error
@@ -127,10 +127,12 @@ class Ring:
             small = {k: c for k, c in self.columns.items() if isinstance(c, HostColumn) and c.small}
             self._apart = {k: c for k, c in self.columns.items() if k not in small}
             self._record = Record(small, record.numpy())
-        whole = block[: 8 * (LEDGER_WORDS + 4 * capacity)].view(np.int64)
-        self.words, rows = whole[:LEDGER_WORDS], whole[LEDGER_WORDS:].reshape(4, capacity)
-        self.stamps, self.run = rows[:2]
-        self.links = rows[2:].reshape(capacity, 2)  # see runs.py
+        whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
+        # Python reads and writes single words of a memoryview in a third of numpy's time.
+        self.words = whole.data[:LEDGER_WORDS]
+        rows = whole[LEDGER_WORDS:].reshape(3, capacity)
+        self.stamps, self.begins, self.before = rows  # the last two are those of runs.py
+        self._copies: dict[Key, np.ndarray] = {}
         self._error = block[len(whole) * 8 :]
         self._descriptor = None if memory is None else memory.descriptor
         locks = _Locks()
@@ -147,6 +149,22 @@ class Ring:
             values[key] = column.take(rows)
         return values
 
+    def on_host(self, key: Key) -> np.ndarray:
+        """Return one item for each row of a key; zeros, if there is none."""
+        column = self.columns.get(key)
+        if isinstance(column, HostColumn):
+            return column.items
+        if key not in self._copies:
+            self._copies[key] = np.zeros(self.capacity, np.int64)
+        return self._copies[key]
+
+    def copy_to_host(self, key: Key, rows: Any) -> None:
+        """Let `on_host` have these rows too, if they are out of the host's sight."""
+        column = self.columns.get(key)
+        if column is not None and not isinstance(column, HostColumn):
+            values = column.tensor[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
+            self.on_host(key)[rows] = values.numpy(force=True).reshape(-1)
+
     # -- the ledger -----------------------------------------------------------------------------
 
     def __enter__(self) -> Ring:
@@ -156,7 +174,7 @@ class Ring:
         if self._descriptor is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
         if self.words[Word.BUSY]:  # who had it was killed
-            self.words[Word.HELD] = np.count_nonzero(self.stamps > 0)
+            self.words[Word.HELD] = self._count_whole([(0, self.capacity, 0)])
         self.words[Word.BUSY] = 1
         return self
 
@@ -178,13 +196,13 @@ class Ring:
         The last `capacity` of the frames get rows; `writing` must be held until `commit`.
         """
         with self:
-            first = int(self.words[Word.CLAIMED])
+            first = self.words[Word.CLAIMED]
             kept = min(frames, self.capacity)
             spans = self.spans(first + frames - kept, kept)
             if not allowed() or not self._own(spans):
                 return None
-            for start, stop, _ in spans:
-                self.words[Word.HELD] -= np.count_nonzero(self.stamps[start:stop] > 0)
+            whole = kept if self.words[Word.HELD] == self.capacity else self._count_whole(spans)
+            self.words[Word.HELD] -= whole
             self.words[Word.CLAIMED] = first + frames
             for start, stop, at in spans:
                 number = first + frames - kept + at + 1
@@ -221,6 +239,9 @@ class Ring:
             )
             self.stamps[:] = 0
             self.words[Word.HELD] = 0
+
+    def _count_whole(self, spans: list[Span]) -> int:
+        return sum(int(np.count_nonzero(self.stamps[i:j] > 0)) for i, j, _ in spans)
 
     def _own(self, spans: list[Span]) -> bool:
         if self._descriptor is None:
@@ -261,8 +282,8 @@ class Ring:
 
     def window(self) -> tuple[int, int]:
         """Return the numbers from and up to which there can be frames."""
-        high = int(self.words[Word.CLAIMED])
-        return max(int(self.words[Word.FLOOR]), high - self.capacity), high
+        high = self.words[Word.CLAIMED]
+        return max(self.words[Word.FLOOR], high - self.capacity), high
 
     def whole(self, numbers: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
         """Tell which of these frames are here and whole; `rows` saves computing them."""
@@ -289,11 +310,11 @@ class Ring:
 
     def told(self) -> bytes:
         """Return the error that was told."""
-        return self._error[: int(self.words[Word.ERROR])].tobytes()
+        return self._error[: self.words[Word.ERROR]].tobytes()
 
 
 def _block_size(capacity: int) -> int:
-    return -(-(8 * (LEDGER_WORDS + 4 * capacity) + ERROR_BYTES) // 64) * 64
+    return -(-(8 * (LEDGER_WORDS + 3 * capacity) + ERROR_BYTES) // 64) * 64
 
 
 def _fields(columns: _Tensors) -> tuple[Field, ...]:
