@@ -61,7 +61,7 @@ def run(world: list[str], script: Path, *arguments: str, seconds: float = 120):
 
 def _ended(job: subprocess.Popen[str]) -> str:
     """End a job and return what it wrote: mpirun ends its ranks, which are in other groups."""
-    job.terminate()
+    os.killpg(job.pid, signal.SIGTERM)
     try:
         return job.communicate(timeout=10)[0]
     except subprocess.TimeoutExpired:
