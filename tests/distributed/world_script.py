@@ -99,17 +99,24 @@ def fail():
 
 
 def death(backend: str) -> None:
-    """A rank is killed at work."""
-    broken = lambda: kit.Broken("step", 30, kit.kill(signal.SIGKILL))  # noqa: E731
-    collector = DistributedCollector(
-        [CountingEnv, broken], frames_per_batch=28, backend=backend, launch_timeout=30
-    )
+    """A rank is killed at work, while another one hangs in its env."""
+    killed = lambda: kit.Broken("step", 30, kit.kill(signal.SIGKILL))  # noqa: E731
+    hangs = lambda: kit.Broken("step", 30, kit.block)  # noqa: E731
+    options = {"frames_per_batch": 28, "backend": backend, "launch_timeout": 30}
+    collector = DistributedCollector([killed, hangs], **options)
+    pids = kit.pids_of(collector)
+    say("ranks", *pids)
     try:
         list(collector)
     except WorkerError as error:
         say("worker", error.worker, "lost:", error)
-    collector.shutdown()
-    say("shut down")
+    collector.shutdown(0.5)
+    assert kit.gone(pids, 20)
+    try:
+        DistributedCollector([CountingEnv] * 2, **options)
+    except WorkerError as error:
+        say("afterwards:", error)
+    say("end of the script")
 
 
 def trainer(backend: str) -> None:

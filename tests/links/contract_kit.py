@@ -1,22 +1,28 @@
-"""Both ends of every kind of link, for the contract that all of them keep; workers import this."""
+"""Both ends of every kind of link, for the contract that all of them keep; workers import this.
+
+With MPI the other end is a rank, started with this process by `mpirun`: see `contract_ranks.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import signal
 import time
 
 import numpy as np
 
 from swath.links import ProcessLink, ProcessPort, launch, pack, unpack
 from swath.links.gate import Gate, dial, new_secret
+from swath.links.mpi import MpiBoard, MpiMedium, load_mpi
 from swath.links.remote import RemoteLink, RemotePort
-from swath.links.rpc import RpcMedium
-from swath.links.torch_distributed import TorchMedium
 from swath.memory import SharedMemory
 
 PATIENCE = 120.0  # longer than any test may take: what waits for it fails
 SIZE = 1_000_000
+IN_MPI = "OMPI_COMM_WORLD_RANK" in os.environ
+KINDS = ["mpi"] if IN_MPI else ["process", "gloo", "rpc"]
 
 
 class Held:
@@ -43,25 +49,54 @@ class Pair:
         return ProcessLink(run_process, function)
 
     def _gloo(self, function):
+        from swath.links.torch_distributed import TorchMedium
+
         name = new_secret().hex()
-        return self._remote(function, TorchMedium("gloo", "127.0.0.1", name, PATIENCE))
+        return self._launched(function, TorchMedium("gloo", "127.0.0.1", name, PATIENCE))
 
     def _rpc(self, function):
-        return self._remote(function, RpcMedium("127.0.0.1", PATIENCE, [None], None))
+        from swath.links.rpc import RpcMedium
 
-    def _remote(self, function, medium):
-        self._closes.callback(medium.close)
+        return self._launched(function, RpcMedium("127.0.0.1", PATIENCE, [None], None))
+
+    def _launched(self, function, medium):
+        gate, payload = self._gate(function, 0)
+        return self._joined(gate, 0, medium, launch(run_remote, payload))
+
+    def _mpi(self, function):
+        """Take the first rank that lives."""
+        pids, board = ranks()
+        while True:
+            self.rank = min(pids)
+            gate, payload = self._gate(function, self.rank - 1)
+            board.post(f"{self.rank} {payload.hex()}")
+            try:
+                return self._joined(gate, self.rank - 1, MpiMedium(PATIENCE, in_mpi=True))
+            except ProcessLookupError:  # it was killed
+                del pids[self.rank]
+
+    def _gate(self, function, number):
         secret = new_secret()
         gate = Gate("127.0.0.1", 0, secret, PATIENCE)
         self._closes.callback(gate.close)
-        process = launch(run_remote, pack((gate.port, secret, function), "it"))
-        arrival = gate.fetch(0, time.monotonic() + 30, lambda: None)
-        ticket = medium.ticket(0)
+        return gate, pack((gate.port, secret, number, function), "it")
+
+    def _joined(self, gate, number, medium, process=None):
+        self._closes.callback(medium.close)
+        lives = functools.partial(os.kill, process.pid if process else ranks()[0][number + 1], 0)
+        arrival = gate.fetch(number, time.monotonic() + 30, lives)
+        assert arrival is not None, "it does not come"
+        ticket = medium.ticket(number)
         arrival.channel.send(ticket)
         bulk = medium.connect(ticket, arrival.own_host)
-        link = RemoteLink(arrival.channel, bulk, "it", process.pid, "here", process)
+        link = RemoteLink(arrival.channel, bulk, "it", arrival.hello.pid, "here", process)
         assert link.receive() == "joined"  # as every worker tells before anything else
         return link
+
+    def then(self) -> str:
+        """Tell what the rank does next: it comes to the next pair ("free"), or it has died."""
+        with Pair("mpi", echo) as pair:
+            return "free" if pair.rank == self.rank else "dead"
 
     def give_memory(self) -> None:
         """Let the worker have memory; what it writes there comes here with its message."""
@@ -91,8 +126,8 @@ def run_process(channel, payload):
 
 
 def run_remote(channel, payload):
-    port, secret, function = unpack(payload)
-    channel, own_host = dial("127.0.0.1", port, secret, 0, PATIENCE)
+    port, secret, number, function = unpack(payload)
+    channel, own_host = dial("127.0.0.1", port, secret, number, PATIENCE)
     ticket, _ = channel.receive()
     port = RemotePort(channel, ticket.connect(own_host))
     port.send("joined")
@@ -100,6 +135,26 @@ def run_remote(channel, payload):
         unpack(function)(port)
     finally:
         port.close()
+
+
+# -- ranks of MPI ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def ranks():
+    """In rank 0: return the pids of the others that were not found dead, and how to call them."""
+    told = enumerate(load_mpi().COMM_WORLD.gather(os.getpid()))
+    return {rank: pid for rank, pid in told if rank}, MpiBoard()
+
+
+def serve_pairs():
+    """In each other rank: be the other end of one pair after the other."""
+    world, board = load_mpi().COMM_WORLD, MpiBoard()
+    while (text := board.read()) != "end":
+        rank, payload = text.split()
+        if int(rank) == world.rank:
+            with contextlib.suppress(EOFError, OSError):  # it has let go of us
+                run_remote(None, bytes.fromhex(payload))
 
 
 # -- what workers do ------------------------------------------------------------------------------
@@ -135,11 +190,12 @@ def fill(port):
 def fill_half_and_die(port):
     """Announce a block and die before it has left."""
     _, (memory,) = port.receive()
-    port.receive()
+    how, _ = port.receive()
     memory.array[:] = 1
-    if port.shares_memory:
-        os._exit(5)
-    port._channel.send(("filled", True))
+    if not port.shares_memory:
+        port._channel.send(("filled", True))
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
     os._exit(5)
 
 

@@ -32,6 +32,15 @@ def test_messages_arrive_in_order_both_ways(ends):
         assert one.receive() == (("back", number), [])
 
 
+def test_the_end_is_seen_behind_messages_that_wait(ends):
+    one, other = ends
+    one.send("last words")
+    assert not other.ended()
+    one.close()
+    assert other.ended()
+    assert other.receive() == ("last words", [])
+
+
 @pytest.mark.parametrize("size", [0, 1, 10_000, 5_000_000])
 def test_messages_of_any_size_with_files_beside_them(ends, size):
     one, other = ends

@@ -92,6 +92,12 @@ class Channel:
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))
 
+    def ended(self) -> bool:
+        """Tell whether the other side has ended, also if there is something to receive."""
+        poller = select.poll()
+        poller.register(self._socket, getattr(select, "POLLRDHUP", 0))
+        return bool(poller.poll(0))
+
     def end(self) -> None:
         """End the connection; whoever waits here or there sees an EOFError."""
         with contextlib.suppress(OSError):

@@ -11,10 +11,16 @@ tested between short sleeps: by whoever waits, and by a thread that lives as lon
 under way, for the other side may wait for us while we train or step envs. One lock keeps the two
 apart. A block belongs to MPI until its request is done; what is given up is cancelled, or kept for
 ever if it cannot be.
+
+Open MPI ends all ranks when one dies. With `--with-ft ulfm` the others go on, and their requests
+fail, unless the one that died ended itself with an exit code other than 0: of that MPI tells
+nobody, and waits for it for ever in the end. So who waits looks at the channel too, and a worker
+that has to end itself does so with 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +31,8 @@ from typing import Any
 import numpy as np
 
 from swath.errors import UsageError
+from swath.links import remote
+from swath.links.channel import Channel
 from swath.links.remote import Bulk
 
 __all__ = ["MpiBoard", "MpiMedium", "MpiTicket", "load_mpi"]
@@ -32,6 +40,8 @@ __all__ = ["MpiBoard", "MpiMedium", "MpiTicket", "load_mpi"]
 _WAITING, _SENDING, _RECEIVING, _READING = 1e-4, 5e-4, 2e-3, 2e-2
 """Seconds between two tests: for who waits; in the thread, if there is something to send, or only
 to receive; for who reads the board."""
+_LOOK = 0.5
+"""Seconds between two looks at the channel, for who waits."""
 _NEWS, _TAGS = 0, 1 << 14
 _collectors = count()
 
@@ -95,6 +105,10 @@ class _MpiBulk:
     def __init__(self, peer: int, tag: int, patience: float) -> None:
         self._comm = load_mpi().COMM_WORLD
         self._where, self._patience = (peer, tag), patience
+        self._ended: Callable[[], bool] = lambda: False
+
+    def watch(self, channel: Channel) -> None:
+        self._ended = channel.ended
 
     def send(self, block: np.ndarray) -> Callable[[], None]:
         return self._begin(self._comm.Isend, block, _SENDING)
@@ -106,7 +120,7 @@ class _MpiBulk:
         with _turn:
             transfer = _Transfer(self, what(block, *self._where), block, pause)
             _watch(transfer)
-        return lambda: transfer.wait(self._patience)
+        return lambda: transfer.wait(self._patience, self._ended)
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -139,15 +153,21 @@ class _Transfer:
                 self.done, self.error = True, str(error)
         return self.done
 
-    def wait(self, patience: float) -> None:
+    def wait(self, patience: float, ended: Callable[[], bool]) -> None:
         """Return when the block is there, or gone."""
-        until = monotonic() + patience
+        now = monotonic()
+        until, look = now + patience, now + _LOOK
         while True:
             with _turn:
                 if self.test():
                     break
-            if monotonic() > until:
+            now = monotonic()
+            if now > until:
                 raise TimeoutError(f"a transfer stood for {patience:g} s")
+            if now > look:
+                if ended():
+                    raise ConnectionError("it ended with a block under way")
+                look = now + _LOOK
             sleep(_WAITING)
         if self.error:
             raise ConnectionError(self.error)
@@ -180,13 +200,33 @@ class MpiBoard:
     """Rank 0 posts texts, all others read them, one after the other."""
 
     def __init__(self) -> None:
-        self._comm = load_mpi().COMM_WORLD
+        mpi = load_mpi()
+        self._comm, self._gone = mpi.COMM_WORLD, mpi.Exception
+        self._posted: list[Any] = []
+        remote.exit_code = 0  # now that this process is a rank
 
     def post(self, text: str) -> None:
-        """Post the next text."""
-        for rank in range(1, self._comm.size):
-            with _turn:
-                self._comm.send(text, rank, _NEWS)
+        """Post the next text, and wait for nobody: a rank may be stuck, or gone."""
+        with _turn:
+            for rank in range(1, self._comm.size):
+                with contextlib.suppress(self._gone):
+                    self._posted.append(self._comm.isend(text, rank, _NEWS))
+            self._posted = [one for one in self._posted if not self._left(one)]
+
+    def _left(self, request: Any) -> bool:
+        try:
+            return request.Test()
+        except self._gone:
+            return True
+
+    def lacks(self, rank: int) -> bool:
+        """Tell whether a rank is known to be gone."""
+        with _turn:
+            try:
+                self._comm.iprobe(rank, _NEWS)
+            except self._gone:
+                return True
+        return False
 
     def read(self) -> str:
         """Wait for the next text and return it; raises if rank 0 is gone."""

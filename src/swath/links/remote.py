@@ -38,6 +38,8 @@ __all__ = ["Bulk", "Expected", "Inbox", "Interrupt", "RemoteLink", "RemotePort"]
 
 _LAST_WORDS = 3.0
 """Seconds that a worker whose trainer is gone has to end by itself."""
+exit_code = 1
+"""Of a worker that did not."""
 
 
 class Bulk(Protocol):
@@ -49,6 +51,10 @@ class Bulk(Protocol):
 
     def receive(self, block: np.ndarray) -> Callable[[], None]:
         """Begin to receive into a block; what is returned waits for the end of it."""
+        ...
+
+    def watch(self, channel: Channel) -> None:
+        """Give up once this has ended, if the medium does not notice that by itself."""
         ...
 
     def close(self) -> None:
@@ -103,6 +109,7 @@ class RemoteLink:
         cancel: Callable[[], None] | None = None,
     ) -> None:
         self._channel, self._bulk, self._process, self._cancel = channel, bulk, process, cancel
+        bulk.watch(channel)
         self.name, self.pid, self.host = name, pid, host
         self.sentinel = None if process is None else process.sentinel
         self.attached: set[int] = set()
@@ -256,6 +263,7 @@ class RemotePort(Inbox):
     def __init__(self, channel: Channel, bulk: Bulk) -> None:
         super().__init__()
         self._channel, self._bulk, self._ended = channel, bulk, threading.Event()
+        bulk.watch(channel)
         self._sending: deque[tuple[Callable[[], None], np.ndarray]] = deque()
         threading.Thread(target=self._listen, name="swath port", daemon=True).start()
 
@@ -271,7 +279,7 @@ class RemotePort(Inbox):
             self._flag = True
             self._inbox.put(None)
             if not self._ended.wait(_LAST_WORDS):
-                os._exit(1)
+                os._exit(exit_code)
 
     def send(self, message: Any, block: np.ndarray | None = None) -> None:
         """Send a message, and a block that the other side expects; it must stay as it is."""

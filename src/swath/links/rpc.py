@@ -36,6 +36,7 @@ import torch
 import torch.distributed.rpc as _rpc
 
 from swath.errors import UsageError
+from swath.links.channel import Channel
 from swath.links.remote import Bulk
 from swath.links.torch_distributed import store_on
 
@@ -145,6 +146,9 @@ class _TrainerBulk:
 
         return wait
 
+    def watch(self, channel: Channel) -> None:
+        """Nothing: the agent notices."""
+
     def close(self) -> None:
         on_close, self._on_close = self._on_close, lambda: None
         on_close()
@@ -197,6 +201,9 @@ class _WorkerBulk:
                 np.copyto(block, _arrived.pop(number).numpy())
 
         return wait
+
+    def watch(self, channel: Channel) -> None:
+        """Nothing: the agent notices."""
 
     def close(self) -> None:
         _leave()

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as _dist
 
 from swath.errors import UsageError
+from swath.links.channel import Channel
 from swath.links.remote import Bulk
 
 dist: Any = _dist  # most of what is used here has no types
@@ -155,6 +156,9 @@ class TorchBulk:
     def _tag(numbers: count[int]) -> int:
         return 2 * (next(numbers) % (1 << 29))
 
+    def watch(self, channel: Channel) -> None:
+        """Nothing: the group notices."""
+
     def close(self) -> None:
         """Let go of the other side."""
         if self._cuda:
@@ -184,6 +188,10 @@ class TorchrunBoard:
     def post(self, text: str) -> None:
         """Post the next text."""
         self._store.set(next(self._keys), text)
+
+    def lacks(self, rank: int) -> bool:
+        """Return False: torchrun ends all ranks together."""
+        return False
 
     def read(self) -> str:
         """Wait for the next text and return it; raises if the store is gone."""

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import NoReturn, Protocol
 
-from swath.errors import UsageError
+from swath.errors import UsageError, WorkerError
 from swath.links.launch import in_worker
 from swath.workers.remote import Invitation, Started, join
 
@@ -44,6 +44,10 @@ class Board(Protocol):
 
     def post(self, text: str) -> None:
         """Post the next text."""
+        ...
+
+    def lacks(self, rank: int) -> bool:
+        """Tell whether a rank is known to be gone."""
         ...
 
     def read(self) -> str:
@@ -75,6 +79,14 @@ class World:
         """In rank 0: tell so many others where to come."""
         told = {**asdict(invitation), "secret": invitation.secret.hex(), "count": count}
         self._board.post(json.dumps(told))
+
+    def check(self, rank: int) -> None:
+        """In rank 0: raise if a rank has died."""
+        if self._board.lacks(rank):
+            raise WorkerError(
+                f"rank {rank} has died, and ranks cannot be started again: start all of them anew.",
+                worker=rank - 1,
+            )
 
     def _end(self) -> None:
         with contextlib.suppress(Exception):  # somebody is gone already
@@ -122,7 +134,7 @@ class WorldLauncher:
             )
         self._mine = world.busy = True
         world.announce(invitation, len(numbers))
-        return dict.fromkeys(numbers, _Rank())
+        return {number: _Rank(world, number + 1) for number in numbers}
 
     def close(self) -> None:
         """Let the ranks work for another collector."""
@@ -135,8 +147,11 @@ class _Rank:
 
     process = None
 
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+
     def check(self) -> None:
-        pass
+        self._world.check(self._rank)
 
     def cancel(self) -> None:
         pass
