@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import torch
@@ -206,6 +206,8 @@ def run(name: str, what: str, kind: str, options: argparse.Namespace) -> dict[st
         out, _ = process.communicate(timeout=options.patience)
         return json.loads(out.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
+        _end_group(process)
+        sleep(5)  # Ray's workers are in groups of their own, and end when their node is gone
         return {"failed": f"nothing within {options.patience:.0f} s"}
     except (IndexError, json.JSONDecodeError):
         return {"failed": f"it ended with code {process.returncode} and told nothing"}
@@ -261,7 +263,8 @@ def table(names: Sequence[str], rounds: Sequence[Round], columns: Columns) -> It
         ]
         key, _, power = next(iter(columns.values()))
         pairs = [(r[SWATH][key], r[name][key]) for r in ran if key in r.get(SWATH, {})]
-        cells.append(_middle([(ours / theirs) ** power for ours, theirs in pairs], ".2f") + "x")
+        gain = _middle([(ours / theirs) ** power for ours, theirs in pairs], ".2f")
+        cells.append(gain and gain + "x")
         yield f"{name:20}" + "".join(f"{cell:>17}" for cell in cells)
 
 
