@@ -16,7 +16,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -102,16 +102,25 @@ def hand_speed(work: Work, seconds: float, workers: int) -> float:
         loops.close()
 
 
-def speed(collector: Any, seconds: float, publish: bool) -> dict[str, float]:
-    """Collect for some seconds, each batch counted; the first two are for warming up."""
-    batches = iter(collector)
+def count(data: Any) -> int:
+    """Frames of a batch, whose rewards are summed."""
+    float(data["next", "reward"].sum())
+    return data.numel()
+
+
+def speed(
+    collector: Any,
+    batches: Iterator[Any],
+    seconds: float,
+    publish: bool,
+    counts: Callable[[Any], int] = count,
+) -> dict[str, float]:
+    """Collect for some seconds, each batch counted; the first four are for warming up."""
     for _ in range(4):
         next(batches)
     started, used, frames = perf_counter(), _own_cpu(), 0
     while perf_counter() - started < seconds:
-        data = next(batches)
-        frames += data.numel()
-        float(data["next", "reward"].sum())
+        frames += counts(next(batches))
         if publish:
             collector.update_policy_weights_()
     took = perf_counter() - started
@@ -135,9 +144,10 @@ def one(options: argparse.Namespace) -> None:
     else:
         make = swath_collector if name in SWATH else torchrl_collector
         collector = make(name, work, sync, options.workers)
-        next(iter(collector))
+        batches = iter(collector)
+        next(batches)
         first = monotonic() - began
-        found = speed(collector, options.seconds, options.update) | {"first_batch": first}
+        found = speed(collector, batches, options.seconds, options.update) | {"first_batch": first}
     print("\n" + json.dumps(found), flush=True)
     sys.stdout.flush()
     # Not by shutdown: some peers hang there, and their processes end with this one's group.
@@ -231,7 +241,7 @@ class _Heavy(torch.nn.Module):
     def __init__(self, megabytes: int) -> None:
         super().__init__()
         self.inner = WORKS["cartpole-1"].policy()
-        self.ballast = torch.nn.Parameter(torch.zeros(megabytes * 250_000))
+        self.ballast = torch.nn.Parameter(torch.ones(megabytes * 250_000))  # zeros may cost nothing
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         return self.inner(observation)

@@ -14,6 +14,7 @@ PACKAGES = (
     "torchrl",
     "tensordict",
     "gymnasium",
+    "ray",
     "stable-baselines3",
     "numpy",
 )
