@@ -258,6 +258,14 @@ def test_one_slice_among_very_many_frames_is_found(rows: int) -> None:
     assert (batch["time"] == torch.arange(4)).all()
 
 
+def test_a_row_goes_on_after_one_that_ended_with_the_batch() -> None:
+    buffer = ReplayBuffer(100, sampler=SliceSampler(slice_len=4), batch_size=256, seed=0)
+    buffer.extend(trajectories([0, 1], [0, 0], 2, set()))
+    buffer.extend(trajectories([0, 1], [2, 2], 2, {0}))
+    seen = {tuple(ids) for ids in buffer.sample()["collector", "traj_ids"].tolist()}
+    assert seen == {(0,) * 4, (1,) * 4}
+
+
 def test_slices_end_with_an_episode_though_its_id_goes_on() -> None:
     buffer = ReplayBuffer(100, sampler=SliceSampler(slice_len=2), batch_size=64, seed=0)
     for start in (0, 3, 6):
