@@ -22,6 +22,13 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 
 
+def compiles(test):
+    """Lets the compiler warn of what is its own, and have its time."""
+    for what in ("ignore::DeprecationWarning", "ignore:TensorFloat32:UserWarning"):
+        test = pytest.mark.filterwarnings(what)(test)
+    return pytest.mark.timeout(180)(test)
+
+
 class Sampling(nn.Module):
     def __init__(self):
         super().__init__()
@@ -187,8 +194,7 @@ class Rule(nn.Module):
         return (observation[..., 2] * self.weight[2] > 0).long()
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@compiles
 @pytest.mark.parametrize(
     "options",
     [
@@ -205,8 +211,7 @@ def test_gymnasium_envs_with_a_policy_on_the_gpu(options):
         assert_same(batch, one)
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@compiles
 @pytest.mark.parametrize("cudagraph", [False, "auto"])
 def test_a_compiled_policy_beside_its_envs_gives_the_same_data(cudagraph):
     compiled = {"compile_policy": True, "cudagraph": cudagraph}
