@@ -318,15 +318,19 @@ class RemoteWeights:
     ) -> None:
         """Copy weights into one block and send it to these workers, or `later`."""
         fitting = self._spec.fit(source)
-        block = np.empty(self._spec.nbytes, np.uint8)
-        before = self._spec.unflatten(self._newest)
+        block, before = self._block(), self._spec.unflatten(self._newest)
         for name, view in self._spec.unflatten(block).items():
-            view.copy_(fitting.get(name, before[name]))
+            if name in fitting or block is not self._newest:
+                view.copy_(fitting.get(name, before[name]))
         self._newest, self._missing = block, self._missing - set(fitting)
         what = Publish(version, self._missing), self._parcel(block)
         self._later.update(dict.fromkeys(workers, what))
         if not later:
             self.direct()
+
+    def _block(self) -> np.ndarray:
+        """Return memory for a version; that of the newest, where links do not hold it."""
+        return np.empty(self._spec.nbytes, np.uint8)
 
     def _parcel(self, block: np.ndarray) -> Any:
         """Return a block as links take it."""
