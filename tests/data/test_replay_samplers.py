@@ -11,7 +11,7 @@ from replay_kit import check, numbered, trajectories
 from tensordict import TensorDict
 
 from swath.collectors import Collector
-from swath.data import PrioritizedSampler, ReplayBuffer, SliceSampler, UniformSampler
+from swath.data import PrioritizedSampler, ReplayBuffer, SliceSampler, UniformSampler, samplers
 from swath.data.samplers import _SumTree
 from swath.envs import SerialEnv
 from swath.errors import UsageError
@@ -264,6 +264,24 @@ def test_a_row_goes_on_after_one_that_ended_with_the_batch() -> None:
     buffer.extend(trajectories([0, 1], [2, 2], 2, {0}))
     seen = {tuple(ids) for ids in buffer.sample()["collector", "traj_ids"].tolist()}
     assert seen == {(0,) * 4, (1,) * 4}
+
+
+def test_frames_may_be_overwritten_while_slices_are_looked_for(monkeypatch) -> None:
+    buffer = ReplayBuffer(20, sampler=SliceSampler(slice_len=4), batch_size=64, seed=0)
+    buffer.extend(trajectories([0], [0], 20, set()))
+    later = iter([trajectories([0], [20], 12, set())])
+    random = samplers._random
+
+    def overtaken(*args):
+        found = random(*args)
+        for batch in later:
+            buffer.extend(batch)
+        return found
+
+    monkeypatch.setattr(samplers, "_random", overtaken)
+    batch = buffer.sample()
+    check_slices(batch)
+    assert batch["time"].min() >= 12
 
 
 def test_slices_end_with_an_episode_though_its_id_goes_on() -> None:

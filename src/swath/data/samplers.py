@@ -187,7 +187,9 @@ class SliceSampler(Sampler):
 
         def slices(last: np.ndarray) -> np.ndarray:
             index = last[:, None] - steps[::-1]  # right, if they all stand side by side
-            missing = length - 1 - (last - ring.begins[last % ring.capacity])
+            # What was overwritten just now has any beginning; it is not whole in the end.
+            here = np.maximum(last - ring.begins[last % ring.capacity], 0)
+            missing = length - 1 - here
             while (some := np.flatnonzero(missing > 0)).size:  # of these, before the stretch
                 first = index[some, missing[some]]
                 before = ring.before[first % ring.capacity]
