@@ -58,3 +58,10 @@ def test_a_worker_tells_a_false_trainer_nothing(answer):
             dial("127.0.0.1", server.getsockname()[1], new_secret(), 0, PATIENCE)
         thread.join()
     assert heard == [b""]
+
+
+def test_a_gate_that_was_open_and_refuses_is_not_tried_again():
+    gate = Gate("127.0.0.1", 0, new_secret(), PATIENCE)
+    gate.close()
+    with pytest.raises(ConnectionError, match="nobody listens"):
+        dial("127.0.0.1", gate.port, new_secret(), 0, 600.0, is_open=True)

@@ -148,10 +148,13 @@ class Gate:
         self._socket.close()
 
 
-def dial(host: str, port: int, secret: bytes, number: int, patience: float) -> tuple[Channel, str]:
+def dial(
+    host: str, port: int, secret: bytes, number: int, patience: float, is_open: bool = False
+) -> tuple[Channel, str]:
     """Go through a gate; return the channel, and the address that this host is seen under.
 
-    A gate that is not there yet is tried again for `patience` seconds.
+    A gate that is not there yet is tried again for `patience` seconds. One that was open when its
+    address was told, and refuses, is closed again.
     """
     until = monotonic() + patience
     while True:
@@ -159,7 +162,8 @@ def dial(host: str, port: int, secret: bytes, number: int, patience: float) -> t
             end = socket.create_connection((host, port), timeout=patience)
             break
         except OSError as error:
-            if monotonic() >= until:
+            closed = is_open and isinstance(error, ConnectionRefusedError)
+            if closed or monotonic() >= until:
                 raise ConnectionError(f"nobody listens on {host} port {port}: {error}") from error
             sleep(_RETRY)
     nonce = _exactly(end, _SIZE)

@@ -61,10 +61,10 @@ class _Welcome:
     ticket: Any
 
 
-def join(invitation: Invitation, number: int) -> None:
-    """Be a worker until your process ends it, or is gone."""
+def join(invitation: Invitation, number: int, is_open: bool = False) -> None:
+    """Be a worker until your process ends it, or is gone; `is_open` as of `dial`."""
     where = invitation
-    channel, own_host = dial(where.host, where.port, where.secret, number, where.patience)
+    channel, own_host = dial(where.host, where.port, where.secret, number, where.patience, is_open)
     try:
         welcome, _ = channel.receive()
         port = RemotePort(channel, welcome.ticket.connect(own_host))

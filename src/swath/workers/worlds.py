@@ -100,7 +100,7 @@ class World:
                 continue
             told["secret"] = bytes.fromhex(told["secret"])
             try:
-                join(Invitation(**told), self.rank - 1)
+                join(Invitation(**told), self.rank - 1, is_open=True)
             except (ConnectionError, EOFError) as error:  # it has given up before we came
                 _log.warning("rank %d was not let in: %s", self.rank, error)
         raise SystemExit(0)
@@ -132,9 +132,12 @@ class WorldLauncher:
                 "the ranks of this world work for another collector: shut it down first, or give "
                 "launcher='mp'."
             )
+        ranks = {number: _Rank(world, number + 1) for number in numbers}
+        for rank in ranks.values():  # before any of them comes in vain
+            rank.check()
         self._mine = world.busy = True
         world.announce(invitation, len(numbers))
-        return {number: _Rank(world, number + 1) for number in numbers}
+        return ranks
 
     def close(self) -> None:
         """Let the ranks work for another collector."""
