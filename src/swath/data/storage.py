@@ -128,7 +128,7 @@ class Ring:
             self._apart = {k: c for k, c in self.columns.items() if k not in small}
             self._record = Record(small, record.numpy())
         whole = block[: 8 * (LEDGER_WORDS + 3 * capacity)].view(np.int64)
-        # Python reads and writes single words of a memoryview in a third of numpy's time.
+        # Python reads and writes single words of a memoryview in half of numpy's time.
         self.words = whole.data[:LEDGER_WORDS]
         rows = whole[LEDGER_WORDS:].reshape(3, capacity)
         self.stamps, self.begins, self.before = rows  # the last two are those of runs.py

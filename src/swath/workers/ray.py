@@ -114,7 +114,7 @@ def _options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 class _RayWeights(RemoteWeights):
     def _block(self) -> np.ndarray:
-        # Ray's store copies, and memory that was written before need not be fetched from the system.
+        # Ray's store copies; memory that was written before need not come from the system.
         return self._newest if self._newest.nbytes > _INLINE else super()._block()
 
     def _parcel(self, block: np.ndarray) -> Any:
