@@ -219,6 +219,28 @@ def test_what_cannot_travel_leaves_the_writing_here_and_says_why(kind):
     assert sum(batch.numel() for batch in hooked) == 240
 
 
+class SlowToFail(ReplayBuffer):
+    """Takes its time to say that it has failed."""
+
+    def fail(self, error):
+        time.sleep(0.3)
+        super().fail(error)
+
+
+@pytest.mark.parametrize("storage", ["memory", "shared"])
+def test_who_samples_is_not_told_of_an_end_before_its_reason(storage):
+    options = {"storage": storage, "batch_size": 8, "min_size": 2000}
+    with (
+        SlowToFail(10_000, **options) as buffer,
+        Collector(
+            partial(CrashingEnv, at_step=50), frames_per_batch=24, replay_buffer=buffer
+        ) as collector,
+    ):
+        collector.start()
+        with pytest.raises(EnvError, match="env 0"):
+            buffer.sample()
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_failure_of_an_env_reaches_whoever_samples(kind):
     makers = [CountingEnv, partial(CrashingEnv, at_step=50)]
@@ -264,15 +286,15 @@ class DyingColumn:
         self.path, self.writes = path, writes
 
     def __call__(self):
-        put, left = HostColumn.put, [self.writes]
+        frames, left = HostColumn.frames, [self.writes]
 
         def dying(column, *args):
             left[0] -= 1
             if not left[0] and self._is_first():
                 os.kill(os.getpid(), signal.SIGKILL)
-            put(column, *args)
+            return frames(column, *args)
 
-        HostColumn.put = dying
+        HostColumn.frames = dying
 
     def _is_first(self):
         try:

@@ -112,7 +112,7 @@ def die_while_writing(channel: Channel, payload: bytes) -> None:
     buffer, frames, _ = attach(channel)
     ring = buffer._ring
     last = list(ring.columns)[-1]
-    ring.columns[last].put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    ring.columns[last].frames = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     buffer.extend(numbered(1000, frames))
 
 
@@ -129,14 +129,14 @@ def stop_while_writing(channel: Channel, payload: bytes) -> None:
     buffer, (first, frames), port = attach(channel)
     ring = buffer._ring
     column = ring.columns["observation",]
-    put = column.put
+    frames_of = column.frames
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> Any:
         channel.send("writing")
         port.receive()
-        put(*args)
+        return frames_of(*args)
 
-    column.put = slow
+    column.frames = slow
     buffer.extend(numbered(first, frames))
     channel.send("done")
 

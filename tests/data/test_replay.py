@@ -417,7 +417,7 @@ def test_an_extend_that_breaks_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffer._ring.columns["next", "reward"], "put", broken)
+        patch.setattr(buffer._ring.columns["next", "reward"], "frames", broken)
         with pytest.raises(KeyboardInterrupt):
             buffer.extend(numbered(6, 3))
     assert contents(buffer) == [0, 1, 2, 3, 4, 5]

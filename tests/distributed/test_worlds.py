@@ -73,6 +73,17 @@ def test_mpirun_ends_all_ranks_when_one_is_killed(request):
     assert kit.gone(ranks(out), 10), out
 
 
+@pytest.mark.parametrize("how", ["hangs", "leaves"])
+def test_rank_0_does_not_wait_for_ever_for_a_rank_that_does_not_end(how, request):
+    needs("ulfm", request)
+    code, out = run(WORLDS["ulfm"], HERE / "world_script.py", how, "mpi")
+    assert code != 0, out
+    assert kit.gone(ranks(out), 10), out
+    if how == "hangs":  # of one that leaves with an exit code mpirun may take notice itself
+        assert "end of the script" in out, out
+        assert "ranks [1] do not end: this job is aborted" in out, out
+
+
 RANK_0_DIES = [("torchrun", "gloo"), ("mpirun", "mpi"), ("ulfm", "mpi")]
 
 

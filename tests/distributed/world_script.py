@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -98,6 +99,29 @@ def fail():
     raise ZeroDivisionError("on purpose")
 
 
+def hangs(backend: str) -> None:
+    """A rank is stuck in code that lets no other thread of its process run."""
+    end_with(lambda: ctypes.PyDLL(None).sleep(10_000), backend)
+
+
+def leaves(backend: str) -> None:
+    """A rank ends itself."""
+    end_with(lambda: os._exit(3), backend)
+
+
+def end_with(act, backend: str) -> None:
+    options = {"frames_per_batch": 28, "backend": backend, "launch_timeout": 30}
+    makers = [lambda: kit.Broken("step", 30, act), CountingEnv]
+    collector = DistributedCollector(makers, worker_timeout=3, **options)
+    say("ranks", *kit.pids_of(collector))
+    try:
+        list(collector)
+    except WorkerError as error:
+        say("worker", error.worker, "lost:", error)
+    collector.shutdown(1)
+    say("end of the script")
+
+
 def death(backend: str) -> None:
     """A rank is killed at work; the one above it is to be told of the end all the same."""
     killed = lambda: kit.Broken("step", 30, kit.kill(signal.SIGKILL))  # noqa: E731
@@ -129,4 +153,4 @@ def trainer(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    {"promises": promises, "death": death, "trainer": trainer}[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]](*sys.argv[2:])

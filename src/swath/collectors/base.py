@@ -237,10 +237,10 @@ class BaseCollector(abc.ABC):
 
     def _tell_buffer(self, failure: BaseException | None) -> None:
         buffer = self.options.replay_buffer
-        if hasattr(buffer, "watch"):
-            buffer.watch, buffer.fed = None, False
-        if failure is not None and hasattr(buffer, "fail"):
+        if failure is not None and hasattr(buffer, "fail"):  # first: who waits is to hear of this,
             buffer.fail(failure)
+        if hasattr(buffer, "watch"):  # not only that nobody writes any more
+            buffer.watch, buffer.fed = None, False
 
     @abc.abstractmethod
     def _get_ready(self) -> None:

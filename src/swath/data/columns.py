@@ -62,7 +62,8 @@ class HostColumn(Column):
             self.as_tensor = lambda values: torch.from_numpy(values).view(tensor.dtype)
         self.form = np.dtype((numpy_dtype(self._bits), tuple(self.shape)))
         self.item = np.dtype(_ITEMS.get(nbytes, f"V{nbytes}"))
-        self._only: Any = (..., *[0] * len(self.shape)) if size == 1 else None
+        self.single = size == 1
+        self._only: Any = (..., *[0] * len(self.shape))
         self.items = self._as_items(tensor)
         self.small = nbytes < WORTH_THREADS
 
@@ -78,18 +79,24 @@ class HostColumn(Column):
         for start, stop, at in spans:
             self.items[start:stop] = rows[at : at + stop - start]
 
-    def _as_items(self, value: torch.Tensor) -> np.ndarray:
-        """Return `[*lead, *shape]` as an array `[*lead]`; a view, if a frame is in one piece."""
+    def frames(self, value: torch.Tensor) -> np.ndarray:
+        """Return `[*lead, *shape]` as an array `[*lead]` of `item`, or as it is if single.
+
+        It is a view, if a frame is in one piece.
+        """
         if value.requires_grad or value.is_cuda:
             value = value.detach().cpu()
         array = (value if self._bits is self.dtype else value.view(self._bits)).numpy()
-        if self._only is not None:
-            return array[self._only]
+        if self.single:
+            return array
         if len(self.shape) > 1:
             array = array.reshape(*array.shape[: -len(self.shape)], -1)
         if array.strides[-1] != array.itemsize:
             array = np.ascontiguousarray(array)
         return array.view(self.item)[..., 0]
+
+    def _as_items(self, value: torch.Tensor) -> np.ndarray:
+        return self.frames(value)[self._only] if self.single else self.frames(value)
 
     def take(self, rows: np.ndarray) -> torch.Tensor:
         if not self.small:
@@ -109,32 +116,57 @@ class Record:
 
     def __init__(self, columns: Mapping[Key, HostColumn], block: np.ndarray) -> None:
         self._items = block.view(f"V{block.shape[1]}")[:, 0]
-        self._kinds: list[tuple[str, list[Key], Any, tuple[int, ...], Any]] = []
-        forms, places = [], []
+        forms: dict[str, tuple[np.dtype[Any], int]] = {}  # what to copy, and where it begins
+        self._members = []
+        for number, (key, column) in enumerate(columns.items()):
+            name, place = f"f{number}", column.tensor.data_ptr() - block.ctypes.data
+            forms[name] = (column.form if column.single else column.item), place
+            self._members.append((name, key, column))
+        self._form = _structure(forms, block.shape[1])
+        forms, self._kinds = {}, []
         for _, kind in groupby(columns.items(), lambda pair: (pair[1].dtype, pair[1].shape)):
             members = dict(kind)
             first = next(iter(members.values()))
-            forms.append(np.dtype((first.item, (len(members),))))
-            places.append(first.tensor.data_ptr() - block.ctypes.data)
-            name, shape = f"f{len(self._kinds)}", tuple(first.shape)
-            self._kinds.append((name, list(members), first.form.base, shape, first.as_tensor))
-        names = [name for name, *_ in self._kinds]
-        self._form = np.dtype(
-            {"names": names, "formats": forms, "offsets": places, "itemsize": block.shape[1]}
-        )
+            name, each = f"f{len(forms)}", first.form if first.single else first.item
+            forms[name] = (
+                np.dtype((each.base, (len(members), *each.shape))),
+                first.tensor.data_ptr() - block.ctypes.data,
+            )
+            cast = None if first.single else first.form
+            axes = [
+                (rows, *range(rows), *range(rows + 1, rows + 1 + each.ndim)) for rows in range(3)
+            ]
+            self._kinds.append((name, list(members), axes, cast, first.as_tensor))
+        self._kind_form = _structure(forms, block.shape[1])
+
+    def put(self, span: Span, values: Mapping[Key, torch.Tensor], lead: torch.Size) -> None:
+        """Copy all frames of `[*lead, *shape]` into rows that stand in one piece."""
+        rows = self._items[span[0] : span[1]].view(self._form).reshape(lead)
+        for name, key, column in self._members:
+            rows[name] = column.frames(values[key])
 
     def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
         """Return copies of rows, contiguous, by key."""
         # All rows exist; to be told so makes numpy twice as fast.
-        records = self._items.take(rows.reshape(-1), mode="clip").view(self._form)
+        records = self._items.take(rows.reshape(-1), mode="clip").view(self._kind_form)
+        if rows.ndim > 1:
+            records = records.reshape(rows.shape)
         found: dict[Key, torch.Tensor] = {}
-        for name, members, dtype, shape, as_tensor in self._kinds:
-            values = records[name].T.copy().view(dtype)
-            values = values.reshape((len(members), *rows.shape, *shape))
+        for name, members, axes, cast, as_tensor in self._kinds:
+            values = records[name].transpose(axes[rows.ndim]).copy()
+            if cast is not None:
+                values = values.view(cast.base).reshape(values.shape + cast.shape)
             # Each key is a tensor of its own, not one of several views of one: those cannot be
             # written to where gradients are wanted.
             found.update(zip(members, map(as_tensor, values), strict=True))
         return found
+
+
+def _structure(forms: Mapping[str, tuple[np.dtype[Any], int]], nbytes: int) -> np.dtype[Any]:
+    formats, offsets = zip(*forms.values(), strict=True)
+    return np.dtype(
+        {"names": list(forms), "formats": formats, "offsets": offsets, "itemsize": nbytes}
+    )
 
 
 def column_of(tensor: torch.Tensor) -> Column:

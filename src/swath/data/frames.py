@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -34,24 +34,28 @@ def frames_of(
             f"expected a batch of a collector, a TensorDict [*, T]; got {type(batch).__name__}"
             f"{getattr(batch, 'batch_size', '')}. A single frame goes to ReplayBuffer.add()."
         )
-    values, lead = dict(leaves(batch)), batch.batch_size
+    values, lead = leaves(batch), batch.batch_size
     mask = values.pop(keys.MASK, None)
     return values, lead, None if mask is None else mask.cpu().numpy().reshape(lead)
 
 
-def leaves(batch: TensorDictBase, above: Key = ()) -> Iterator[tuple[Key, torch.Tensor]]:
-    """Yield the tensors of a batch with their keys."""
+def leaves(
+    batch: TensorDictBase, above: Key = (), found: dict[Key, torch.Tensor] | None = None
+) -> dict[Key, torch.Tensor]:
+    """Return the tensors of a batch by key."""
+    found = {} if found is None else found
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
-            yield (*above, name), value
+            found[(*above, name)] = value
         elif isinstance(value, TensorDictBase):
-            yield from leaves(value, (*above, name))
+            leaves(value, (*above, name), found)
         else:
             raise UsageError(
                 f"{key_name((*above, name))} holds {type(value).__name__}, which has no array "
                 "form; take it out of the batch (after compact_obs: "
                 "swath.collectors.utils.restore_next)."
             )
+    return found
 
 
 def check_fit(known: Mapping[Key, Like], values: Mapping[Key, torch.Tensor], dims: int) -> None:

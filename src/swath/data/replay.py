@@ -130,6 +130,7 @@ class ReplayBuffer:
         self.writes = 0
         """How often `extend` has written something; it counts even if Ctrl-C comes at its end."""
         self._ring: Ring | None = None
+        self._like: Any = None
         self._runs: Runs | None = None
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
@@ -182,7 +183,11 @@ class ReplayBuffer:
         values, lead, mask = frames_of(batch)
         frames = math.prod(lead) if mask is None else int(np.count_nonzero(mask))
         ring = self._ring or self._allocate(values, len(lead))
-        check_fit(ring.columns, values, len(lead))
+        # Most are like the one before, which is seen sooner than that they fit.
+        like = lead, [(key, value.dtype, value.shape) for key, value in values.items()]
+        if like != self._like:
+            check_fit(ring.columns, values, len(lead))
+            self._like = like
         if not frames:
             return
         with ring.writing, ring.shield:
@@ -195,8 +200,7 @@ class ReplayBuffer:
             kept = min(frames, self.capacity)
             try:
                 spans, skip = ring.spans(first, kept), frames - kept
-                for key, value in values.items():
-                    ring.columns[key].put(spans, value, mask, skip)
+                ring.put(spans, values, lead, mask, skip)
                 if self._runs is not None:
                     length = lead[-1] if mask is None and not skip and len(lead) > 1 else None
                     self._runs.follow(ring, np.arange(first, first + kept), length)
@@ -317,6 +321,7 @@ class ReplayBuffer:
             return self._draws.finish(batch)
         fed = self._is_fed()
         if not fed:
+            check()  # a failure may be why
             self._refuse_to_wait(shape)
 
         def check_twice() -> None:
@@ -425,7 +430,7 @@ class ReplayBuffer:
         self._draws.rng.bit_generator.state = state["rng"]
         if "frames" not in state:
             return self.empty()
-        values = dict(leaves(TensorDict(state["frames"], [len(state["numbers"])])))
+        values = leaves(TensorDict(state["frames"], [len(state["numbers"])]))
         ring = self._ring or self._allocate(values, 1)
         check_fit(ring.columns, values, 1)
         runs = self._runs and Runs()

@@ -142,6 +142,22 @@ class Ring:
         self._locks, self.writing = locks, locks.writing
         self.shield = Shield()
 
+    def put(
+        self,
+        spans: list[Span],
+        values: _Tensors,
+        lead: torch.Size,
+        mask: np.ndarray | None,
+        skip: int,
+    ) -> None:
+        """Copy frames `[*lead, *shape]` into rows, those of the mask, from `skip` on."""
+        columns = self.columns
+        if self._record is not None and mask is None and not skip and len(spans) == 1:
+            self._record.put(spans[0], values, lead)
+            columns = self._apart
+        for key, column in columns.items():
+            column.put(spans, values[key], mask, skip)
+
     def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
         """Return copies of rows, by key."""
         values = {} if self._record is None else self._record.take(rows)

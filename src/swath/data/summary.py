@@ -29,7 +29,7 @@ def describe(directory: str | Path) -> dict[str, Any]:
     data, rows = opened(directory)
     about = json.loads((Path(directory) / ABOUT).read_text())
     about.pop("frames", None)
-    columns = dict(leaves(data))
+    columns = leaves(data)
     size = sum(value[:1].nbytes for value in columns.values())
     return {
         "frames": len(rows),

@@ -14,19 +14,24 @@ ever if it cannot be.
 
 Open MPI ends all ranks when one dies. With `--with-ft ulfm` the others go on, and their requests
 fail, unless the one that died ended itself with an exit code other than 0: of that MPI tells
-nobody, and waits for it for ever in the end. So who waits looks at the channel too, and a worker
-that has to end itself does so with 0.
+nobody, and waits for it for ever in the end. So who waits looks at the channel too, a worker that
+has to end itself does so with 0, and rank 0 aborts the job if one does not say that it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,12 +42,16 @@ from swath.links.remote import Bulk
 
 __all__ = ["MpiBoard", "MpiMedium", "MpiTicket", "load_mpi"]
 
+_log = logging.getLogger("swath")
 _WAITING, _SENDING, _RECEIVING, _READING = 1e-4, 5e-4, 2e-3, 2e-2
 """Seconds between two tests: for who waits; in the thread, if there is something to send, or only
 to receive; for who reads the board."""
 _LOOK = 0.5
 """Seconds between two looks at the channel, for who waits."""
 _NEWS, _TAGS = 0, 1 << 14
+_REPLIES = _TAGS + 1
+_GRACE = 5.0
+"""Seconds that ranks have to say that they end."""
 _collectors = count()
 
 
@@ -203,6 +212,7 @@ class MpiBoard:
         mpi = load_mpi()
         self._comm, self._gone = mpi.COMM_WORLD, mpi.Exception
         self._posted: list[Any] = []
+        self._replies: dict[int, list[_Process]] = {}
         remote.exit_code = 0  # now that this process is a rank
 
     def post(self, text: str) -> None:
@@ -230,8 +240,66 @@ class MpiBoard:
 
     def read(self) -> str:
         """Wait for the next text and return it; raises if rank 0 is gone."""
+        if not self._posted:
+            self._reply()
         while True:
             with _turn:
                 if self._comm.iprobe(0, _NEWS):
                     return self._comm.recv(None, 0, _NEWS)
             sleep(_READING)
+
+    def _reply(self) -> None:
+        with _turn:
+            self._posted.append(self._comm.isend(_Process.own(), 0, _REPLIES))
+
+    def part(self) -> None:
+        """End together: rank 0 waits for those that read, and ends the job if one does not end.
+
+        MPI itself would wait for ever for one that is stuck, or that has left with an exit code.
+        """
+        if self._comm.rank:
+            return self._reply()
+        until, missing = monotonic() + _GRACE, list(range(1, self._comm.size))
+        while missing := [rank for rank in missing if self._awaits(rank)]:
+            if monotonic() > until:
+                _log.error("ranks %s do not end: this job is aborted", missing)
+                for rank in missing:
+                    self._replies[rank][0].kill()
+                self._comm.Abort(1)
+            sleep(_READING)
+
+    def _awaits(self, rank: int) -> bool:
+        """Tell whether a rank has begun to read and not said yet that it ends."""
+        replies = self._replies.setdefault(rank, [])
+        with _turn:
+            try:
+                while self._comm.iprobe(rank, _REPLIES):
+                    replies.append(self._comm.recv(None, rank, _REPLIES))
+            except self._gone:
+                return False
+        return len(replies) == 1
+
+
+class _Process(NamedTuple):
+    """A process of this host, with the time of its start: numbers are used again."""
+
+    host: str
+    pid: int
+    start: str
+
+    @classmethod
+    def own(cls) -> _Process:
+        return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()))
+
+    def kill(self) -> None:
+        """Kill it, if it is here and alive: with fault tolerance, mpirun does not."""
+        if self.host == socket.gethostname() and self.start and self.start == _start_of(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process was started, in ticks; nothing, if that cannot be known."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""

@@ -54,6 +54,10 @@ class Board(Protocol):
         """Wait for the next text and return it; raises if rank 0 is gone."""
         ...
 
+    def part(self) -> None:
+        """End; in rank 0, with all others."""
+        ...
+
 
 class World:
     """The ranks that were started together.
@@ -91,6 +95,7 @@ class World:
     def _end(self) -> None:
         with contextlib.suppress(Exception):  # somebody is gone already
             self._board.post(_END)
+            self._board.part()
 
     def serve(self) -> NoReturn:
         """In all other ranks: be a worker of each collector of rank 0, and exit with rank 0."""
@@ -103,6 +108,8 @@ class World:
                 join(Invitation(**told), self.rank - 1, is_open=True)
             except (ConnectionError, EOFError) as error:  # it has given up before we came
                 _log.warning("rank %d was not let in: %s", self.rank, error)
+        with contextlib.suppress(Exception):  # rank 0 is gone
+            self._board.part()
         raise SystemExit(0)
 
     def _read(self) -> str:
