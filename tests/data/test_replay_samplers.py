@@ -284,6 +284,26 @@ def test_frames_may_be_overwritten_while_slices_are_looked_for(monkeypatch) -> N
     assert batch["time"].min() >= 12
 
 
+def test_slices_end_where_the_id_changes_though_no_episode_ended() -> None:
+    buffer = ReplayBuffer(100, sampler=SliceSampler(slice_len=2), batch_size=64, seed=0)
+    batch = trajectories([1, 2], [0, 0], 6, set()).clone()
+    batch["collector", "traj_ids"][0, 3:] = 3  # the env was started anew, say
+    buffer.extend(batch)
+    buffer.extend(trajectories([3, 2], [6, 6], 6, set()))
+    batches = [buffer.sample() for _ in range(20)]
+    seen = {
+        (*pair, one)
+        for b in batches
+        for pair, one in zip(
+            b["time"].tolist(), b["collector", "traj_ids"][:, 0].tolist(), strict=True
+        )
+    }
+    for batch in batches:
+        check_slices(batch)
+    within = {1: range(2), 2: range(11), 3: range(3, 11)}
+    assert seen == {(i, i + 1, one) for one, times in within.items() for i in times}
+
+
 def test_slices_end_with_an_episode_though_its_id_goes_on() -> None:
     buffer = ReplayBuffer(100, sampler=SliceSampler(slice_len=2), batch_size=64, seed=0)
     for start in (0, 3, 6):

@@ -84,9 +84,12 @@ class HostColumn(Column):
 
         It is a view, if a frame is in one piece.
         """
-        if value.requires_grad or value.is_cuda:
-            value = value.detach().cpu()
-        array = (value if self._bits is self.dtype else value.view(self._bits)).numpy()
+        if self._bits is not self.dtype:
+            value = value.detach().view(self._bits)
+        try:
+            array = value.numpy()
+        except (TypeError, RuntimeError):  # on a GPU, or with a gradient
+            array = value.numpy(force=True)
         if self.single:
             return array
         if len(self.shape) > 1:
@@ -139,11 +142,18 @@ class Record:
             self._kinds.append((name, list(members), axes, cast, first.as_tensor))
         self._kind_form = _structure(forms, block.shape[1])
 
-    def put(self, span: Span, values: Mapping[Key, torch.Tensor], lead: torch.Size) -> None:
-        """Copy all frames of `[*lead, *shape]` into rows that stand in one piece."""
+    def put(
+        self, span: Span, values: Mapping[Key, torch.Tensor], lead: torch.Size
+    ) -> dict[Key, np.ndarray]:
+        """Copy all frames of `[*lead, *shape]` into rows that stand in one piece.
+
+        Returns what was copied, as numpy sees it; see `HostColumn.frames`.
+        """
         rows = self._items[span[0] : span[1]].view(self._form).reshape(lead)
+        seen = {}
         for name, key, column in self._members:
-            rows[name] = column.frames(values[key])
+            rows[name] = seen[key] = column.frames(values[key])
+        return seen
 
     def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
         """Return copies of rows, contiguous, by key."""

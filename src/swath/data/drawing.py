@@ -28,7 +28,7 @@ from swath.tree import Key
 __all__ = ["Draws"]
 
 _PATIENCE = 8
-_MANY, _LARGE = 32, 4096
+_MANY, _LARGE = 128, 4096
 
 
 class Lags:
@@ -166,10 +166,13 @@ def _nested(
 ) -> TensorDict:
     """Return a batch of values by key.
 
-    They fit by construction and are not checked, which takes a fifth of the time.
+    They fit by construction and are not checked, nor copied from one dict to another: together that
+    takes a fourth of the time.
     """
-    source: dict[str, Any] = {} if index is None else {"index": index}
+    batch = TensorDict._new_unsafe(None, size, names=None if len(size) == 1 else [None, "time"])
+    source = batch._tensordict
+    if index is not None:
+        source["index"] = index
     for name, part in tree.items():
         source[name] = _nested(part, values, size) if isinstance(part, dict) else values[part]
-    names = None if len(size) == 1 else [None, "time"]
-    return TensorDict._new_unsafe(source, size, names=names)
+    return batch

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,6 +49,7 @@ from swath.tree import Key, key_name
 
 __all__ = ["ReplayBuffer"]
 
+_Tensors = Mapping[Key, torch.Tensor]
 _SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": UniformSampler,
     "prioritized": PrioritizedSampler,
@@ -190,26 +192,37 @@ class ReplayBuffer:
             self._like = like
         if not frames:
             return
+        allowed = partial(self._pace.may_write, ring)
         with ring.writing, ring.shield:
-            first = self._pace.until(
-                lambda: ring.claim(frames, lambda: self._pace.may_write(ring)),
-                lambda: self._check_lifted(ring),
-                "to write: too few samples are drawn for samples_per_insert="
-                f"{self._pace.samples_per_insert}",
-            )
+            first = ring.claim(frames, allowed)
+            if first is None:
+                first = self._pace.until(
+                    lambda: ring.claim(frames, allowed),
+                    lambda: self._check_lifted(ring),
+                    "to write: too few samples are drawn for samples_per_insert="
+                    f"{self._pace.samples_per_insert}",
+                )
             kept = min(frames, self.capacity)
             try:
                 spans, skip = ring.spans(first, kept), frames - kept
-                ring.put(spans, values, lead, mask, skip)
-                if self._runs is not None:
+                seen = ring.put(spans, values, lead, mask, skip)
+                if self._runs is not None and not self._follow_rows(ring, first, seen, lead):
                     length = lead[-1] if mask is None and not skip and len(lead) > 1 else None
                     self._runs.follow(ring, np.arange(first, first + kept), length)
-                version = _newest(values)
+                version = _newest(values, seen)
             except BaseException:
                 ring.abandon(first, kept)
                 raise
             ring.commit(first, kept, frames, version)
             self.writes += 1
+
+    def _follow_rows(
+        self, ring: Ring, first: int, seen: Mapping[Key, np.ndarray], lead: torch.Size
+    ) -> bool:
+        ids, ended = seen.get(keys.TRAJ_IDS), seen.get(keys.NEXT_DONE)
+        if self._runs is None or ids is None or ended is None or len(lead) != 2:
+            return False
+        return self._runs.follow_rows(ring, first, ids.reshape(lead), ended.reshape(lead))
 
     def _check_lifted(self, ring: Ring) -> None:
         with ring.shield.lifted():  # while a write waits, Ctrl-C may come
@@ -225,7 +238,7 @@ class ReplayBuffer:
         if self._ring is None:
             self._allocate(values, len(lead))
 
-    def _allocate(self, values: Mapping[Key, torch.Tensor], dims: int) -> Ring:
+    def _allocate(self, values: _Tensors, dims: int) -> Ring:
         with self._lock:
             if self._ring is None:
                 taken = [key for key in values if key in (("index",), ("priority_weight",))]
@@ -534,10 +547,12 @@ class ReplayBuffer:
         self.close()
 
 
-def _newest(values: Mapping[Key, torch.Tensor]) -> int:
+def _newest(values: _Tensors, seen: Mapping[Key, np.ndarray]) -> int:
     """Return the newest policy version of a batch."""
-    versions = values.get(keys.POLICY_VERSION)
-    return 0 if versions is None else int(np.maximum.reduce(versions.numpy(force=True), None))
+    versions = seen.get(keys.POLICY_VERSION)
+    if versions is None and keys.POLICY_VERSION in values:
+        versions = values[keys.POLICY_VERSION].numpy(force=True)
+    return 0 if versions is None else int(np.maximum.reduce(versions, None))
 
 
 def _sampler(given: str | Sampler) -> Sampler:

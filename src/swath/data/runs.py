@@ -14,6 +14,8 @@ for their ends itself, among the few frames that it considers, so that a write c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from swath.data.storage import Ring
@@ -58,20 +60,50 @@ class Runs:
         else:
             np.greater(inner, ended[:-1], out=inner)
             begins[length::length] = True
-        edges = begins.nonzero()[0]
-        starts, last = edges[:-1], edges[1:] - 1
+        bounds = begins.nonzero()[0]
+        starts, last = bounds[:-1], bounds[1:] - 1
         firsts = numbers[starts]
         ring.begins[rows] = firsts.repeat(last - starts + 1)
+        edges = (x.tolist() for x in (ids[starts], ids[last], ended[last], numbers[last]))
+        before = self._before(ring, *edges)
+        ring.before[firsts % ring.capacity] = before
+
+    def follow_rows(self, ring: Ring, first: int, ids: np.ndarray, ended: np.ndarray) -> bool:
+        """Note a batch `[N, T]` from frame `first` on, as `follow` does, in half of the time.
+
+        False, if it is none of which each row is a stretch in one piece, as they nearly always are.
+        """
+        envs, steps = ids.shape
+        start = first % ring.capacity
+        stop = start + envs * steps
+        by_step, ends = ids.T, ended.T  # in one piece, if they come from a collector
+        broken = (by_step[1:] != by_step[:-1]) > ends[:-1]
+        if stop > ring.capacity or np.count_nonzero(broken):
+            return False
+        firsts = np.arange(first, first + envs * steps, steps)
+        ring.begins[start:stop].reshape(envs, steps)[...] = firsts[:, None]
+        edges = (x.tolist() for x in (by_step[0], by_step[-1], ends[-1]))
+        before = self._before(ring, *edges, range(first + steps - 1, first + envs * steps, steps))
+        ring.before[start:stop:steps] = before
+        return True
+
+    def _before(self, ring: Ring, *stretches: Iterable[int]) -> list[int]:
+        """Return what comes before stretches, and keep what follows may go on from.
+
+        Args:
+            ring: Where they are.
+            stretches: The trajectory at the beginning of each, the one at its end, whether that has
+                ended, and the number of the last frame.
+        """
         before, known = [], self._last
-        stretches = (ids[starts], ids[last], ended[last], numbers[last])
-        for first, final, ends, number in zip(*(x.tolist() for x in stretches), strict=True):
+        for first, final, ends, number in zip(*stretches, strict=True):
             before.append(known.pop(first, -1))
             if not ends:
                 known[final] = number
-        ring.before[firsts % ring.capacity] = before
         if len(known) > _MANY:  # trajectories that nobody ended
             low = ring.window()[0]
             self._last = {one: last for one, last in known.items() if last >= low}
+        return before
 
 
 def consecutive(ring: Ring, index: np.ndarray) -> np.ndarray:

@@ -149,14 +149,17 @@ class Ring:
         lead: torch.Size,
         mask: np.ndarray | None,
         skip: int,
-    ) -> None:
-        """Copy frames `[*lead, *shape]` into rows, those of the mask, from `skip` on."""
-        columns = self.columns
+    ) -> Mapping[Key, np.ndarray]:
+        """Copy frames `[*lead, *shape]` into rows, those of the mask, from `skip` on.
+
+        Returns those of them that numpy sees in full, where that was found out on the way.
+        """
+        columns, seen = self.columns, {}
         if self._record is not None and mask is None and not skip and len(spans) == 1:
-            self._record.put(spans[0], values, lead)
-            columns = self._apart
+            seen, columns = self._record.put(spans[0], values, lead), self._apart
         for key, column in columns.items():
             column.put(spans, values[key], mask, skip)
+        return seen
 
     def take(self, rows: np.ndarray) -> dict[Key, torch.Tensor]:
         """Return copies of rows, by key."""
