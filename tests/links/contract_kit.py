@@ -12,6 +12,8 @@ import signal
 import time
 
 import numpy as np
+import pytest
+import torch
 
 from swath.links import ProcessLink, ProcessPort, launch, pack, unpack
 from swath.links.gate import Gate, dial, new_secret
@@ -22,7 +24,14 @@ from swath.memory import SharedMemory
 PATIENCE = 120.0  # longer than any test may take: what waits for it fails
 SIZE = 1_000_000
 IN_MPI = "OMPI_COMM_WORLD_RANK" in os.environ
-KINDS = ["mpi"] if IN_MPI else ["process", "gloo", "rpc"]
+NCCL = pytest.param(
+    "nccl",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+KINDS = ["mpi"] if IN_MPI else ["process", "gloo", "rpc", NCCL]
 
 
 class Held:
@@ -53,6 +62,13 @@ class Pair:
 
         name = new_secret().hex()
         return self._launched(function, TorchMedium("gloo", "127.0.0.1", name, PATIENCE))
+
+    def _nccl(self, function):
+        from swath.links.torch_distributed import TorchMedium
+
+        os.environ["NCCL_HOSTID"] = "trainer"  # ranks of one host may not share a GPU
+        name = new_secret().hex()
+        return self._launched(function, TorchMedium("nccl", "127.0.0.1", name, PATIENCE))
 
     def _rpc(self, function):
         from swath.links.rpc import RpcMedium
@@ -128,6 +144,7 @@ def run_process(channel, payload):
 def run_remote(channel, payload):
     port, secret, number, function = unpack(payload)
     channel, own_host = dial("127.0.0.1", port, secret, number, PATIENCE)
+    os.environ["NCCL_HOSTID"] = "worker"
     ticket, _ = channel.receive()
     port = RemotePort(channel, ticket.connect(own_host))
     port.send("joined")

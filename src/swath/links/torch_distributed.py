@@ -9,6 +9,10 @@ early is served by gloo's own threads, while Python does something else.
    store (TCP, on the gate's address)  <-------->   keys of this pair, under a name of the run
    group of two  ==============================>    group of two
 ```
+
+NCCL does all of a group in order, on one stream, and a transfer keeps a part of the GPU busy until
+the other side comes. So it has a group for each direction, and begins to receive when the block was
+announced. It tells nobody that the other side has died: who waits looks at the channel, too.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -37,6 +41,10 @@ __all__ = ["TorchBulk", "TorchMedium", "TorchTicket", "TorchrunBoard", "store_on
 
 _READING = 0.05
 """Seconds between two looks at the board."""
+_TESTING, _LOOK = 1e-4, 0.5
+"""With NCCL, seconds between two looks at a transfer, and at the channel."""
+_NEVER = timedelta(days=365)
+"""When NCCL itself is to give up: it would end the process."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,13 @@ class TorchTicket:
     port: int
     name: str
     patience: float
-    device: str | None = None
+    worker: int = 0
 
     def connect(self, own_host: str) -> Bulk:
         """Return the worker's end."""
         store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=self.patience))
+        if self.backend == "nccl":  # on one host, no GPU can serve two ranks; on others, any can
+            return _NcclBulk(self, store, 1, (self.worker + 1) % torch.cuda.device_count())
         return TorchBulk(self, store, 1, own_host)
 
 
@@ -75,10 +85,13 @@ class TorchMedium:
 
     def ticket(self, number: int) -> TorchTicket:
         """Return what the next worker needs."""
-        return replace(self._base, name=f"{self._base.name}/{next(self._pairs)}")
+        name = f"{self._base.name}/{next(self._pairs)}"
+        return replace(self._base, name=name, worker=number)
 
     def connect(self, ticket: TorchTicket, own_host: str) -> Bulk:
         """Return this end of the pair that a ticket is for."""
+        if ticket.backend == "nccl":
+            return _NcclBulk(ticket, self._store, 0, torch.cuda.current_device())
         return TorchBulk(ticket, self._store, 0, own_host)
 
     def close(self) -> None:
@@ -111,15 +124,10 @@ class TorchBulk:
     def __init__(self, ticket: TorchTicket, store: Any, rank: int, own_host: str) -> None:
         self._peer = 1 - rank
         self._store = dist.PrefixStore(ticket.name, store)
-        timeout = timedelta(seconds=ticket.patience)
-        self._cuda = ticket.backend == "nccl"
-        if self._cuda:
-            self._group: Any = dist.ProcessGroupNCCL(self._store, rank, 2, timeout)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
-            self._group = dist.ProcessGroupGloo(self._store, rank, 2, options)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=ticket.patience)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+        self._group: Any = dist.ProcessGroupGloo(self._store, rank, 2, options)
         self._sent, self._received = count(), count()
         self._receipts: deque[Any] = deque(maxlen=4)
 
@@ -129,25 +137,19 @@ class TorchBulk:
         A receipt is waited for, not the send itself: that would not end if the other side died
         before it began to receive.
         """
-        data, tag = torch.from_numpy(block), self._tag(self._sent)
-        if self._cuda:
-            data = data.cuda()
-        receipt = torch.empty(1, dtype=torch.uint8, device=data.device)
-        sent = self._group.send([data], self._peer, tag)
+        tag, receipt = self._tag(self._sent), torch.empty(1, dtype=torch.uint8)
+        sent = self._group.send([torch.from_numpy(block)], self._peer, tag)
         received = self._group.recv([receipt], self._peer, tag + 1)
         return lambda: (received.wait(), sent)[1]
 
     def receive(self, block: np.ndarray) -> Callable[[], None]:
         """Begin to receive; see `Bulk`."""
-        into, tag = torch.from_numpy(block), self._tag(self._received)
-        data = torch.empty_like(into, device="cuda") if self._cuda else into
-        work = self._group.recv([data], self._peer, tag)
+        tag = self._tag(self._received)
+        work = self._group.recv([torch.from_numpy(block)], self._peer, tag)
 
         def wait() -> None:
             work.wait()
-            if data is not into:
-                into.copy_(data)
-            receipt = torch.zeros(1, dtype=torch.uint8, device=data.device)
+            receipt = torch.zeros(1, dtype=torch.uint8)
             self._receipts.append((self._group.send([receipt], self._peer, tag + 1), receipt))
 
         return wait
@@ -161,10 +163,63 @@ class TorchBulk:
 
     def close(self) -> None:
         """Let go of the other side."""
-        if self._cuda:
-            self._group.abort()
         self._group = None
         self._receipts.clear()
+
+
+class _NcclBulk:
+    """One end of a pair on GPUs."""
+
+    def __init__(self, ticket: TorchTicket, store: Any, rank: int, device: int) -> None:
+        self._peer, self._patience = 1 - rank, ticket.patience
+        self._device = torch.device("cuda", device)
+        self._ended: Callable[[], bool] = lambda: False
+        self._groups = {
+            sender: dist.ProcessGroupNCCL(
+                dist.PrefixStore(f"{ticket.name}/{sender}", store), rank, 2, _NEVER
+            )
+            for sender in (0, 1)
+        }
+
+    def watch(self, channel: Channel) -> None:
+        self._ended = channel.ended
+
+    def send(self, block: np.ndarray) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            data = torch.from_numpy(block).to(self._device)
+            work = self._groups[1 - self._peer].send([data], self._peer, 0)
+        return lambda: self._finish(work, data)
+
+    def receive(self, block: np.ndarray) -> Callable[[], None]:
+        def receive_now() -> None:
+            into = torch.from_numpy(block)
+            with torch.cuda.device(self._device):
+                data = torch.empty_like(into, device=self._device)
+                work = self._groups[self._peer].recv([data], self._peer, 0)
+                self._finish(work, data)
+                into.copy_(data)
+
+        return receive_now
+
+    def _finish(self, work: Any, data: torch.Tensor) -> None:
+        """Wait until a transfer is done; its data is kept that long."""
+        now = monotonic()
+        until, look = now + self._patience, now + _LOOK
+        while not work.is_completed():
+            if (now := monotonic()) > until:
+                raise TimeoutError(f"a transfer stood for {self._patience:g} s")
+            if now > look:
+                if self._ended():
+                    raise ConnectionError("it ended with a block under way")
+                look = now + _LOOK
+            sleep(_TESTING)
+        work.wait()
+
+    def close(self) -> None:
+        """Let go of the other side, whatever is under way."""
+        for group in self._groups.values():
+            group.abort()
+        self._groups = {}
 
 
 class TorchrunBoard:
