@@ -20,11 +20,13 @@ has to end itself does so with 0, and rank 0 aborts the job if one does not say 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,15 +59,27 @@ _collectors = count()
 
 def load_mpi() -> Any:
     """Return mpi4py's module, which joins the ranks when it is imported first."""
+    ours = "mpi4py.MPI" not in sys.modules
     try:
+        if ours:
+            import mpi4py
+
+            mpi4py.rc.finalize = False  # but by `_finalize`
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UsageError(
             f"mpi4py cannot be imported ({error}): pip install 'swath[mpi]' brings it, with an MPI."
         ) from error
+    if ours:
+        atexit.register(_finalize, MPI)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UsageError("this MPI cannot be called from several threads (MPI_THREAD_SERIALIZED).")
     return MPI
+
+
+def _finalize(mpi: Any) -> None:
+    if not _died and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 @dataclass(frozen=True)
@@ -182,6 +196,8 @@ class _Transfer:
             raise ConnectionError(self.error)
 
 
+_died: list[int] = []
+"""Ranks that were found dead in the end."""
 _turn = threading.Lock()
 _under_way: list[_Transfer] = []
 _kept: list[_Transfer] = []
@@ -253,13 +269,25 @@ class MpiBoard:
             self._posted.append(self._comm.isend(_Process.own(), 0, _REPLIES))
 
     def part(self) -> None:
-        """End together: rank 0 waits for those that read, and ends the job if one does not end.
+        """End together; in rank 0, end the job if a rank that has begun to read does not end.
 
-        MPI itself would wait for ever for one that is stuck, or that has left with an exit code.
+        MPI would wait for ever for one that is stuck, or that has left with an exit code; and now
+        and then, in Open MPI 5, for one that was killed: so it is left without MPI_Finalize then.
         """
-        if self._comm.rank:
-            return self._reply()
-        until, missing = monotonic() + _GRACE, list(range(1, self._comm.size))
+        try:
+            if self._comm.rank:
+                self._reply()
+                while not self._comm.iprobe(0, _REPLIES):
+                    sleep(_READING)
+                _died.extend(self._comm.recv(None, 0, _REPLIES))
+            else:
+                self._part_from_all()
+        except self._gone:
+            _died.append(0)
+
+    def _part_from_all(self) -> None:
+        ranks = range(1, self._comm.size)
+        until, missing = monotonic() + _GRACE, list(ranks)
         while missing := [rank for rank in missing if self._awaits(rank)]:
             if monotonic() > until:
                 _log.error("ranks %s do not end: this job is aborted", missing)
@@ -267,6 +295,10 @@ class MpiBoard:
                     self._replies[rank][0].kill()
                 self._comm.Abort(1)
             sleep(_READING)
+        _died.extend(rank for rank in ranks if self.lacks(rank))
+        for rank, replies in self._replies.items():
+            if len(replies) > 1 and rank not in _died:
+                self._posted.append(self._comm.isend(_died, rank, _REPLIES))
 
     def _awaits(self, rank: int) -> bool:
         """Tell whether a rank has begun to read and not said yet that it ends."""
