@@ -84,6 +84,12 @@ def test_rank_0_does_not_wait_for_ever_for_a_rank_that_does_not_end(how, request
         assert "ranks [1] do not end: this job is aborted" in out, out
 
 
+def test_a_rank_that_comes_when_all_is_over_ends_with_the_others(request):
+    needs("mpirun", request)
+    code, out = run(WORLDS["mpirun"], HERE / "world_script.py", "late", "mpi")
+    assert (code, "end of the script" in out) == (0, True), out
+
+
 RANK_0_DIES = [("torchrun", "gloo"), ("mpirun", "mpi"), ("ulfm", "mpi")]
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 import multi_kit as kit
 import torch
@@ -14,6 +15,7 @@ import torch
 from swath.collectors import Collector
 from swath.collectors.distributed import DistributedCollector
 from swath.errors import EnvError, UsageError, WorkerError
+from swath.links.mpi import load_mpi
 from swath.testing import CountingEnv, SlowEnv, check_transitions
 
 
@@ -97,6 +99,16 @@ def failures(options) -> None:
 
 def fail():
     raise ZeroDivisionError("on purpose")
+
+
+def late(backend: str) -> None:
+    """A rank that is not needed comes when all is over."""
+    if load_mpi().COMM_WORLD.rank == 2:  # all of them wait for each other in there
+        time.sleep(6)
+    makers, options = [CountingEnv], {"frames_per_batch": 28, "backend": backend}
+    with DistributedCollector(makers, total_frames=56, launch_timeout=30, **options) as collector:
+        assert check_transitions(list(collector)) == 56
+    say("end of the script")
 
 
 def hangs(backend: str) -> None:

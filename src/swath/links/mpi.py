@@ -258,10 +258,13 @@ class MpiBoard:
         """Wait for the next text and return it; raises if rank 0 is gone."""
         if not self._posted:
             self._reply()
+        return self._next(_NEWS)
+
+    def _next(self, tag: int) -> Any:
         while True:
             with _turn:
-                if self._comm.iprobe(0, _NEWS):
-                    return self._comm.recv(None, 0, _NEWS)
+                if self._comm.iprobe(0, tag):
+                    return self._comm.recv(None, 0, tag)
             sleep(_READING)
 
     def _reply(self) -> None:
@@ -277,9 +280,7 @@ class MpiBoard:
         try:
             if self._comm.rank:
                 self._reply()
-                while not self._comm.iprobe(0, _REPLIES):
-                    sleep(_READING)
-                _died.extend(self._comm.recv(None, 0, _REPLIES))
+                _died.extend(self._next(_REPLIES))
             else:
                 self._part_from_all()
         except self._gone:
@@ -296,9 +297,10 @@ class MpiBoard:
                 self._comm.Abort(1)
             sleep(_READING)
         _died.extend(rank for rank in ranks if self.lacks(rank))
-        for rank, replies in self._replies.items():
-            if len(replies) > 1 and rank not in _died:
-                self._posted.append(self._comm.isend(_died, rank, _REPLIES))
+        with _turn:
+            for rank in ranks:  # to those too that begin to read only now
+                with contextlib.suppress(self._gone):
+                    self._posted.append(self._comm.isend(_died, rank, _REPLIES))
 
     def _awaits(self, rank: int) -> bool:
         """Tell whether a rank has begun to read and not said yet that it ends."""
