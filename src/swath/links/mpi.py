@@ -40,16 +40,14 @@ import numpy as np
 from swath.errors import UsageError
 from swath.links import remote
 from swath.links.channel import Channel
-from swath.links.remote import Bulk
+from swath.links.remote import Bulk, wait_until
 
 __all__ = ["MpiBoard", "MpiMedium", "MpiTicket", "load_mpi"]
 
 _log = logging.getLogger("swath")
-_WAITING, _SENDING, _RECEIVING, _READING = 1e-4, 5e-4, 2e-3, 2e-2
-"""Seconds between two tests: for who waits; in the thread, if there is something to send, or only
-to receive; for who reads the board."""
-_LOOK = 0.5
-"""Seconds between two looks at the channel, for who waits."""
+_SENDING, _RECEIVING, _READING = 5e-4, 2e-3, 2e-2
+"""Seconds between two tests: in the thread, if there is something to send, or only to receive; for
+who reads the board."""
 _NEWS, _TAGS = 0, 1 << 14
 _REPLIES = _TAGS + 1
 _GRACE = 5.0
@@ -176,22 +174,13 @@ class _Transfer:
                 self.done, self.error = True, str(error)
         return self.done
 
+    def _test_in_turn(self) -> bool:
+        with _turn:
+            return self.test()
+
     def wait(self, patience: float, ended: Callable[[], bool]) -> None:
         """Return when the block is there, or gone."""
-        now = monotonic()
-        until, look = now + patience, now + _LOOK
-        while True:
-            with _turn:
-                if self.test():
-                    break
-            now = monotonic()
-            if now > until:
-                raise TimeoutError(f"a transfer stood for {patience:g} s")
-            if now > look:
-                if ended():
-                    raise ConnectionError("it ended with a block under way")
-                look = now + _LOOK
-            sleep(_WAITING)
+        wait_until(self._test_in_turn, patience, ended)
         if self.error:
             raise ConnectionError(self.error)
 

@@ -26,6 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,12 +35,14 @@ from swath.links.channel import Channel
 from swath.links.launch import Launched, ending
 from swath.memory import SharedMemory
 
-__all__ = ["Bulk", "Expected", "Inbox", "Interrupt", "RemoteLink", "RemotePort"]
+__all__ = ["Bulk", "Expected", "Inbox", "Interrupt", "RemoteLink", "RemotePort", "wait_until"]
 
 _LAST_WORDS = 3.0
 """Seconds that a worker whose trainer is gone has to end by itself."""
 exit_code = 1
 """Of a worker that did not."""
+_WAITING, _LOOK = 1e-4, 0.5
+"""Seconds between two looks at a transfer, and at whether the other side has ended."""
 
 
 class Bulk(Protocol):
@@ -74,6 +77,27 @@ class Expected(Protocol):
     def came(self, block: np.ndarray) -> None:
         """Do so with what came as a block of its own, that is only lent."""
         ...
+
+
+def wait_until(done: Callable[[], bool], patience: float, ended: Callable[[], bool]) -> None:
+    """Wait for a transfer of a medium that tells neither when it is done nor that nobody is there.
+
+    Args:
+        done: Tells whether it is done.
+        patience: Seconds after which it is given up.
+        ended: Tells whether the other side has ended.
+    """
+    now = monotonic()
+    until, look = now + patience, now + _LOOK
+    while not done():
+        now = monotonic()
+        if now > until:
+            raise TimeoutError(f"a transfer stood for {patience:g} s")
+        if now > look:
+            if ended():
+                raise ConnectionError("it ended with a block under way")
+            look = now + _LOOK
+        sleep(_WAITING)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ import torch.distributed as _dist
 
 from swath.errors import UsageError
 from swath.links.channel import Channel
-from swath.links.remote import Bulk
+from swath.links.remote import Bulk, wait_until
 
 dist: Any = _dist  # most of what is used here has no types
 
@@ -41,8 +41,6 @@ __all__ = ["TorchBulk", "TorchMedium", "TorchTicket", "TorchrunBoard", "store_on
 
 _READING = 0.05
 """Seconds between two looks at the board."""
-_TESTING, _LOOK = 1e-4, 0.5
-"""With NCCL, seconds between two looks at a transfer, and at the channel."""
 _NEVER = timedelta(days=365)
 """When NCCL itself is to give up: it would end the process."""
 
@@ -203,16 +201,7 @@ class _NcclBulk:
 
     def _finish(self, work: Any, data: torch.Tensor) -> None:
         """Wait until a transfer is done; its data is kept that long."""
-        now = monotonic()
-        until, look = now + self._patience, now + _LOOK
-        while not work.is_completed():
-            if (now := monotonic()) > until:
-                raise TimeoutError(f"a transfer stood for {self._patience:g} s")
-            if now > look:
-                if self._ended():
-                    raise ConnectionError("it ended with a block under way")
-                look = now + _LOOK
-            sleep(_TESTING)
+        wait_until(work.is_completed, self._patience, self._ended)
         work.wait()
 
     def close(self) -> None:
