@@ -69,7 +69,7 @@ class Runs:
         ring.before[firsts % ring.capacity] = before
 
     def follow_rows(self, ring: Ring, first: int, ids: np.ndarray, ended: np.ndarray) -> bool:
-        """Note a batch `[N, T]` from frame `first` on, as `follow` does, in half of the time.
+        """Note a batch `[N, T]` from frame `first` on, as `follow` does, in less time.
 
         False, if it is none of which each row is a stretch in one piece, as they nearly always are.
         """
