@@ -166,8 +166,10 @@ class RayReplayBuffer:
         ray = needed()
         call = getattr(self._actor, name).options(concurrency_group=group).remote(*arguments)
         try:
-            while self.watch is not None and not ray.wait([call], timeout=_LOOK_EVERY)[0]:
-                self.watch()
+            while (watch := self.watch) is not None:  # another thread may take it away
+                if ray.wait([call], timeout=_LOOK_EVERY)[0]:
+                    break
+                watch()
             return ray.get(call)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None

@@ -530,8 +530,9 @@ class ReplayBuffer:
             raise ClosedError("this replay buffer was closed; make a new one.")
         if self._error is not None:
             raise self._error.with_traceback(self._trace)
-        if self.watch is not None:
-            self.watch()
+        watch = self.watch  # another thread may take it away
+        if watch is not None:
+            watch()
 
     def _stop_prefetch(self) -> None:
         with self._lock:
