@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import multi_kit as kit
 import pytest
 
@@ -76,6 +78,8 @@ def test_auto_takes_what_the_cluster_has_and_follows_it(cluster, monkeypatch):
 
     taking = Taking.remote()
     cluster.get(taking.here.remote())
+    while cluster.available_resources().get("CPU") != 2:  # Ray tells of it a little later
+        time.sleep(0.01)
     options = {"remote_configs": {"num_cpus": 2}, "num_collectors": "auto", "max_collectors": 2}
     with RayCollector(lambda: SlowEnv(0.001), frames_per_batch=10, **options) as collector:
         assert collector.num_workers == 1  # of 8 CPUs, 2 were free

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import multi_kit as kit
 import numpy as np
@@ -63,8 +62,9 @@ def test_a_killed_actor_is_replaced_with_current_weights_and_fresh_streams(sync,
 def test_an_actor_that_is_killed_through_ray_while_idle_is_replaced(cluster):
     with make(True, [CountingEnv] * 2) as collector:
         batches = [collector.next()]
-        cluster.kill(collector._crew.links[1]._actor)
-        time.sleep(0.2)
+        link = collector._crew.links[1]
+        cluster.kill(link._actor)
+        assert kit.gone([link.pid])
         batches += [collector.next() for _ in range(3)]
         assert collector.stats()["restarts"] == 1
     check_transitions(batches)

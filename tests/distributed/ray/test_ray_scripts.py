@@ -82,7 +82,7 @@ def test_a_script_starts_a_quiet_cluster_and_stops_it():
     assert script.returncode == 0, err
     pids = pids_in(out)
     assert len(pids) > 3
-    assert not left(pids, 10)
+    assert not left(pids, 30)
     assert "Traceback" not in err
 
 
@@ -98,26 +98,27 @@ def test_an_exception_that_nobody_catches_ends_actors_and_cluster():
         out, err = script.communicate(timeout=200)
     assert script.returncode == 1
     assert err.rstrip().endswith("ZeroDivisionError: division by zero")
-    assert not left(pids_in(out), 20)
+    assert not left(pids_in(out), 30)
 
 
 def test_ctrl_c_comes_at_once_loses_nothing_and_ends_all():
     script = start(
         """
-        batches = []
+        batches, interrupts = [], 0
         collector = RayCollector([lambda: SlowEnv(0.005)] * 2, frames_per_batch=20, sync=True,
                                  seed=0, **OPTIONS)
         batches.append(collector.next())
-        say("go")
-        while len(batches) < 12:
+        while interrupts < 2 or len(batches) < 12:
             try:
+                if interrupts < 2:
+                    say("go")
                 for data in collector:
                     batches.append(data)
-                    if len(batches) == 12:
+                    if interrupts == 2 and len(batches) >= 12:
                         break
             except KeyboardInterrupt:
-                say("again")
-        assert check_transitions(batches) == 240
+                interrupts += 1
+        assert check_transitions(batches) == 20 * len(batches)
         assert collector.stats()["restarts"] == 0
         endless = RayCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=20000, **OPTIONS)
         say(*everyone())
@@ -125,18 +126,17 @@ def test_ctrl_c_comes_at_once_loses_nothing_and_ends_all():
         """
     )
     with script:
-        assert script.stdout.readline() == "go\n", script.stderr.read()
         for _ in range(2):
+            assert script.stdout.readline() == "go\n", script.stderr.read()
             time.sleep(0.03)
             os.kill(script.pid, signal.SIGINT)
-            assert script.stdout.readline() == "again\n", script.stderr.read()
         pids = pids_in(script.stdout.readline())
         time.sleep(0.3)
         os.kill(script.pid, signal.SIGINT)
         _, err = script.communicate(timeout=60)
     assert script.returncode in (1, -signal.SIGINT), err  # Ray has an excepthook of its own
     assert err.rstrip().endswith("KeyboardInterrupt")
-    assert not left(pids, 20)
+    assert not left(pids, 30)
 
 
 def test_a_driver_that_is_killed_takes_actors_and_cluster_along():
