@@ -234,6 +234,7 @@ def test_no_forward_pass_sees_half_of_an_update():
                 policy.b.fill_(version)
             assert collector.update_policy_weights_() == version
             time.sleep(0.002)
+        assert buffer.filled.wait(20)
         until(lambda: buffer.batches[-1]["collector", "policy_version"].max() == 149)
     data = torch.cat(buffer.batches, 1)
     assert not data["action"].any()

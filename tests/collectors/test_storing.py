@@ -128,9 +128,9 @@ def test_the_workers_write_and_your_process_does_not(kind, monkeypatch):
     with new() as buffer, make(kind, buffer, postproc=stamp_of_process) as collector:
         monkeypatch.setattr(buffer, "extend", lambda batch: pytest.fail("written here"))
         collector.start()
+        workers = set(kit.pids_of(collector))
         until(lambda: len(buffer) > 300)
-        pids = set(frames(buffer)["pid"].tolist())
-        assert pids == set(kit.pids_of(collector))
+        until(lambda: set(frames(buffer)["pid"].tolist()) == workers)
 
 
 @pytest.mark.parametrize("kind", WORKERS)
@@ -181,7 +181,7 @@ def test_the_ratio_holds_and_neither_pause_nor_shutdown_waits_for_it(kind, stora
         with collector.pause():  # lets what is under way be written
             assert buffer.stats()["frames"] >= stats["frames"]
             state = collector.state_dict()
-        assert state["frames"] == collector.stats()["frames"]
+            assert state["frames"] == collector.stats()["frames"]
         for _ in range(200):
             buffer.sample()
         assert buffer.stats()["frames"] > stats["frames"]
@@ -409,7 +409,8 @@ def test_the_lag_is_exact():
 @pytest.mark.parametrize("kind", WORKERS)
 def test_a_state_taken_in_a_pause_continues(kind, option):
     given = OPTIONS[option]
-    with new() as buffer, make(kind, buffer, total_frames=480, **given) as collector:
+    held_back = new(samples_per_insert=1, tolerance=100)  # it has more to do in the pause
+    with held_back as buffer, make(kind, buffer, total_frames=480, **given) as collector:
         collector.start()
         until(lambda: len(buffer) > 100)
         with collector.pause():
