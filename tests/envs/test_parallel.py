@@ -332,16 +332,16 @@ def test_closing_does_not_wait_for_an_env_that_blocks(monkeypatch):
     monkeypatch.setattr(parallel, "_GRACE", 0.3)
     env = ParallelEnv(2, [CountingEnv, Sleeping], num_workers=2)
     collector = Collector(env, frames_per_batch=100)
-    threading.Timer(
-        0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    ).start()
-    with pytest.raises(KeyboardInterrupt):
+    main = threading.main_thread().ident
+    ctrl_c = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        ctrl_c.start()
         collector.next()
     collector.shutdown()
 
 
 def test_closing_lets_the_envs_close_themselves(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "_GRACE", 1.0)
+    monkeypatch.setattr(parallel, "_GRACE", 600.0)  # more than a test may take
 
     class Closing(CountingEnv):
         def close(self):
@@ -360,9 +360,11 @@ def test_it_goes_on_after_ctrl_c():
 
     with Collector(ParallelEnv(2, Slow), frames_per_batch=400, seed=0) as collector:
         main = threading.main_thread().ident
-        threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            collector.next()
+        ctrl_c = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            ctrl_c.start()
+            while True:  # a second each
+                collector.next()
         part = collector.partial()
         check_transitions([part])
         check_transitions(collector.next())
