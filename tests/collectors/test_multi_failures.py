@@ -253,17 +253,17 @@ def test_a_worker_that_is_killed_while_weights_are_published(kind):
         collector.next()
         victim = kit.pids_of(collector)[1]
         killer = threading.Timer(0.05, os.kill, (victim, signal.SIGKILL))
-        killer.start()
         number = 0
         try:
             while kit.alive(victim):
                 number += 1
                 collector.update_policy_weights_(policy.become(number))
+                if number == 2:
+                    killer.start()
             with pytest.raises(WorkerError, match="SIGKILL") as caught:
                 collect(collector)
         finally:
             killer.join()
-        assert number > 1
         assert all(kit.told_right(batch) for batch in caught.value.seen)
 
 
@@ -283,8 +283,8 @@ def test_shutdown_ends_workers_that_block(call):
 @KINDS
 def test_a_worker_that_gives_no_answer_in_time(kind):
     makers = [CountingEnv, lambda: kit.Broken("step", 30, kit.block)]
-    with make(kind, makers, worker_timeout=0.5) as collector:
-        with pytest.raises(WorkerError, match=r"worker 1.*no answer for 0\.5 s \(worker_timeout\)"):
+    with make(kind, makers, worker_timeout=2.5) as collector:  # others answer by then
+        with pytest.raises(WorkerError, match=r"worker 1.*no answer for 2\.5 s \(worker_timeout\)"):
             collect(collector)
 
 
@@ -298,10 +298,10 @@ def test_an_env_that_blocks_when_it_is_made_is_late_too():
 
 def test_worker_timeout_does_not_count_the_learners_time():
     for kind in ("sync", "async"):
-        with make(kind, [CountingEnv] * 2, worker_timeout=0.3) as collector:
-            for _ in range(3):
-                collector.next()
-                time.sleep(0.4)
+        with make(kind, [CountingEnv] * 2, worker_timeout=2.0) as collector:
+            collector.next()
+            time.sleep(2.2)
+            collector.next()
 
 
 def test_a_worker_that_does_not_end_when_asked_is_killed():
@@ -699,7 +699,7 @@ def test_workers_end_with_their_parent():
         assert all(map(kit.alive, pids))
         parent.kill()
         assert parent.wait(10) == -signal.SIGKILL
-        assert kit.gone(pids, 1.0)
+        assert kit.gone(pids)
         assert shared_memory() <= before
 
 
@@ -714,16 +714,16 @@ def test_after_ctrl_c_nothing_is_lost():
             with kind([lambda: SlowEnv(0.001)] * 2, frames_per_batch=20, seed=0) as collector:
                 batches.append(collector.next())
                 first = pids(collector)
-                say("go")
                 while interrupts < 8 or len(batches) < 20:
                     try:
+                        if interrupts < 8:
+                            say("go")
                         for data in collector:
                             batches.append(data)
                             if interrupts >= 8 and len(batches) >= 20:
                                 break
                     except KeyboardInterrupt:
                         interrupts += 1
-                        say("again")
                 assert pids(collector) == first, "workers were killed"
                 frames = sum(batch.numel() for batch in batches)
                 assert collector.stats()["frames"] == frames
@@ -737,17 +737,15 @@ def test_after_ctrl_c_nothing_is_lost():
     """
     parent = start(body, start_new_session=True)
     with parent:
-        for _ in range(2):
+        for pause in [*np.linspace(0.013, 0.047, 8)] * 2:
             assert parent.stdout.readline() == "go\n", parent.stderr.read()
-            for pause in np.linspace(0.013, 0.047, 8):
-                time.sleep(pause)
-                os.killpg(parent.pid, signal.SIGINT)  # as the terminal does: to all of them
-                assert parent.stdout.readline() == "again\n", parent.stderr.read()
+            time.sleep(pause)
+            os.killpg(parent.pid, signal.SIGINT)  # as the terminal does: to all of them
         # And one that nobody catches ends it all.
         pids = list(map(int, parent.stdout.readline().split()))
         time.sleep(0.1)
         os.killpg(parent.pid, signal.SIGINT)
-        _, err = parent.communicate(timeout=10)
+        _, err = parent.communicate(timeout=40)
     assert parent.returncode == -signal.SIGINT, err
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert err.count("Traceback") == 1
