@@ -227,8 +227,9 @@ def test_each_worker_may_have_its_own_number_of_frames():
     ) as collector:
         batches = list(collector)
     assert check_transitions(batches) == 400
-    sizes = {(b["collector", "worker"][0].item(), b.numel()) for b in batches[:-4]}
-    assert sizes == {(0, 30), (1, 10)}
+    sizes = [(b["collector", "worker"][0].item(), b.numel()) for b in batches]
+    assert {(0, 30), (1, 10)} <= set(sizes)
+    assert sum(size not in ((0, 30), (1, 10)) for size in sizes) <= 1  # what was left
 
 
 def test_the_last_batch_of_uneven_workers_is_not_a_step_too_long():
@@ -371,13 +372,17 @@ def test_no_batch_is_older_than_max_lag(kind, lag):
         assert max(seen) == 1  # it does collect ahead
 
 
-def test_the_fast_worker_is_not_starved_by_the_slow():
-    makers = [CountingEnv, lambda: SlowEnv(0.01)]
+def test_the_fast_worker_is_not_starved_by_the_slow(tmp_path):
+    gate = tmp_path / "gate"
+    makers = [CountingEnv, lambda: kit.Uneven(str(gate))]
     with MultiAsyncCollector(makers, frames_per_batch=10, total_frames=400) as collector:
-        batches = list(collector)
-        made = [worker["frames"] for worker in collector.stats()["workers"]]
+        gate.touch()  # the slow one stands
+        batches = [collector.next() for _ in range(30)]
+        assert collector.stats()["workers"][1]["frames"] == 0
+        gate.unlink()
+        batches.extend(collector)
+        assert collector.stats()["workers"][1]["frames"] > 0
     assert check_transitions(batches) == 400
-    assert made[0] > 3 * made[1] > 0
 
 
 def test_a_worker_collects_while_the_learner_is_busy_and_then_waits():
@@ -423,8 +428,8 @@ def test_kept_batches_never_change_and_dropped_ones_are_used_again(kind):
 @KINDS
 def test_memory_is_flat(kind):
     with make(kind, frames_per_batch=200) as collector:
-        for _ in range(10):
-            collector.next()
+        while min(row["frames"] for row in collector.stats()["workers"]) < 1000:
+            collector.next()  # until each has all its slabs
         before = maps(os.getpid()), [maps(pid) for pid in kit.pids_of(collector)], descriptors()
         for _ in range(200):
             collector.next()
@@ -714,19 +719,19 @@ def test_a_learner_thread_may_publish_all_the_time(kind):
             version = collector.update_policy_weights_(policy.become(version + 1))
             time.sleep(0.0005)
 
-    options = {"frames_per_batch": 100, "total_frames": 4000}
-    with make(kind, [kit.wide] * 2, policy, **options) as collector:
+    batches, versions = [], set()
+    with make(kind, [kit.wide] * 2, policy, frames_per_batch=100) as collector:
         learner = threading.Thread(target=learn)
         learner.start()
         try:
-            batches = list(collector)
+            while len(batches) < 40 or len(versions) < 10:
+                batches.append(collector.next())
+                versions.update(batches[-1]["collector", "policy_version"].unique().tolist())
         finally:
             stop.set()
             learner.join()
     assert all(kit.told_right(batch) for batch in batches)
-    assert check_transitions(batches) == 4000
-    versions = torch.cat([batch["collector", "policy_version"].flatten() for batch in batches])
-    assert versions.unique().numel() > 9
+    assert check_transitions(batches) == 100 * len(batches)
 
 
 def test_a_policy_without_weights_has_versions_too():
