@@ -144,7 +144,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pids, within: float = 5.0) -> bool:
+def gone(pids, within: float = 20.0) -> bool:
     """Wait until these processes have ended, at most so many seconds."""
     deadline = time.monotonic() + within
     while any(map(alive, pids)) and time.monotonic() < deadline:

@@ -64,7 +64,7 @@ def nest(channel, payload):
     channel.send(inner.channel.receive()[0])
     channel.receive()
     inner.channel.close()
-    channel.send(inner.exit_code(10))
+    channel.send(inner.exit_code(30))
     inner.close()
 
 
@@ -83,7 +83,7 @@ def alive(pid):
         return False
 
 
-def gone(pids, within=5.0):
+def gone(pids, within=20.0):
     deadline = time.monotonic() + within
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.005)
