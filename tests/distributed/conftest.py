@@ -38,7 +38,7 @@ class Slurm:
         ).stdout
         return dict(line.split() for line in told.splitlines())
 
-    def gone(self, within: float = 20.0) -> bool:
+    def gone(self, within: float = 40.0) -> bool:
         """Wait until there are no jobs."""
         deadline = time.monotonic() + within
         while self.jobs() and time.monotonic() < deadline:
