@@ -75,10 +75,11 @@ check(replay_buffer=ReplayBuffer(1_000_000))
 """
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_each_arrives_and_nothing_is_lost(kind):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
 

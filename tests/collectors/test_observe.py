@@ -70,10 +70,10 @@ def test_the_last_hundred_forget_what_was_before():
 def test_the_slow_part_has_the_largest_share_of_the_time(slow):
     def policy(observation):
         if slow == "policy":
-            time.sleep(0.001)
+            time.sleep(0.005)
         return torch.tensor(0)
 
-    env = Fixed(50, 0.001 if slow == "env" else 0.0)
+    env = Fixed(50, 0.005 if slow == "env" else 0.0)
     with Collector(env, policy, frames_per_batch=64) as collector:
         for _ in range(3):
             collector.next()
@@ -86,7 +86,7 @@ def test_the_slow_part_has_the_largest_share_of_the_time(slow):
 def test_slow_resets_count_as_time_of_the_env():
     class SlowReset(Fixed):
         def reset(self, *, seed=None, options=None):
-            time.sleep(0.01)
+            time.sleep(0.05)
             return super().reset()
 
     with Collector(SlowReset, frames_per_batch=50) as collector:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def shared(capacity: int = 10, **options: Any) -> ReplayBuffer:
     return buffer
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("capacity", [300, 20_000])
 def test_four_processes_write_and_a_million_samples_are_whole(capacity: int) -> None:
     """The small ring is overwritten many times a second; half a million samples each."""
@@ -49,8 +48,8 @@ def test_four_processes_write_and_a_million_samples_are_whole(capacity: int) -> 
                 for worker in range(4)
             ]
             workers: set[int] = set()
-            samples, deadline = 0, time.monotonic() + 40
-            while samples < 500_000 and time.monotonic() < deadline:
+            samples = 0
+            while samples < 500_000:
                 batch = buffer.sample()
                 check_sums(batch)
                 workers |= set(batch["content"][:, 0].unique().tolist())

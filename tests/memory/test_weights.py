@@ -146,6 +146,7 @@ def test_a_block_is_one_memory_that_other_processes_map():
     assert torch.equal(into["weight"], module.weight)
 
 
+@pytest.mark.timeout(240)  # three processes at work, mostly on fewer cores
 def test_no_taker_ever_sees_a_mixture():
     # Two layers, all entries c and 1/c: any product is 1 unless they are of two versions.
     module = Product(8000)
