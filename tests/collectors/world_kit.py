@@ -29,7 +29,7 @@ def needs(world: str, request: pytest.FixtureRequest) -> None:
     pytest.skip(reason)
 
 
-def run(world: list[str], script: Path, *arguments: str, seconds: float = 120):
+def run(world: list[str], script: Path, *arguments: str, seconds: float = 220):
     """Run a script with all its ranks; return the exit code and what was written."""
     paths = [str(ROOT / "src"), str(ROOT / "tests/collectors"), str(script.parent)]
     environ = {

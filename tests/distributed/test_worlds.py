@@ -15,7 +15,7 @@ from swath.collectors.distributed import DistributedCollector
 from swath.errors import UsageError
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 WORLDS = {
     "torchrun": TORCHRUN,
@@ -42,9 +42,10 @@ def test_the_promises_hold_for_one_collector_after_the_other(world, backends, re
         assert words in out, out
 
 
+@pytest.mark.timeout(480)
 def test_the_tests_of_the_process_collectors_pass_over_mpi(request):
     needs("mpirun", request)
-    code, out = run(mpirun(5), HERE / "ranks.py", str(HERE / "over_mpi.py"), seconds=220)
+    code, out = run(mpirun(5), HERE / "ranks.py", str(HERE / "over_mpi.py"), seconds=400)
     assert code == 0, out
     assert "passed" in out or "100%" in out, out
 
@@ -54,7 +55,7 @@ def test_a_rank_that_is_killed_is_named_with_its_host(world, backend, request):
     needs(world, request)
     code, out = run(WORLDS[world], HERE / "world_script.py", "death", backend)
     assert re.search(rf"worker 0 lost: .*rank 1 on {socket.gethostname()}, process \d+", out), out
-    assert kit.gone(ranks(out), 10), out
+    assert kit.gone(ranks(out)), out
     if world == "ulfm":  # rank 0 goes on, and ends as if nothing had been
         assert code == 0, out
         assert "afterwards: rank 1 has died" in out, out
@@ -70,7 +71,7 @@ def test_mpirun_ends_all_ranks_when_one_is_killed(request):
     code, out = run(WORLDS["mpirun"], HERE / "world_script.py", "death", "mpi")
     assert code != 0, out
     assert "end of the script" not in out, out
-    assert kit.gone(ranks(out), 10), out
+    assert kit.gone(ranks(out)), out
 
 
 @pytest.mark.parametrize("how", ["hangs", "leaves"])
@@ -78,7 +79,7 @@ def test_rank_0_does_not_wait_for_ever_for_a_rank_that_does_not_end(how, request
     needs("ulfm", request)
     code, out = run(WORLDS["ulfm"], HERE / "world_script.py", how, "mpi")
     assert code != 0, out
-    assert kit.gone(ranks(out), 10), out
+    assert kit.gone(ranks(out)), out
     if how == "hangs":  # of one that leaves with an exit code mpirun may take notice itself
         assert "end of the script" in out, out
         assert "ranks [1] do not end: this job is aborted" in out, out
@@ -98,7 +99,7 @@ def test_ranks_end_with_rank_0(world, backend, request):
     needs(world, request)
     code, out = run(WORLDS[world], HERE / "world_script.py", "trainer", backend)
     assert (code == 0) == (world == "ulfm")  # it does not count who died
-    assert kit.gone(ranks(out), 10), out
+    assert kit.gone(ranks(out)), out
 
 
 def test_mpi_without_mpirun_is_refused():

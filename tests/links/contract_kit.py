@@ -100,7 +100,7 @@ class Pair:
     def _joined(self, gate, number, medium, process=None):
         self._closes.callback(medium.close)
         lives = functools.partial(os.kill, process.pid if process else ranks()[0][number + 1], 0)
-        arrival = gate.fetch(number, time.monotonic() + 30, lives)
+        arrival = gate.fetch(number, time.monotonic() + PATIENCE, lives)
         assert arrival is not None, "it does not come"
         ticket = medium.ticket(number)
         arrival.channel.send(ticket)

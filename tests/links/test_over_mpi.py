@@ -22,7 +22,7 @@ import pytest
 import test_contract
 from world_kit import mpirun, needs, run
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 HERE = Path(__file__).parent
 DEATHS = 7
 FLAGS = ["--with-ft", "ulfm", "--runtime-options", "error-nonzero-status=0"]
@@ -34,7 +34,8 @@ def told(request, tmp_path_factory):
     needs("mpirun", request)
     report = tmp_path_factory.mktemp("mpi") / "report.xml"
     arguments = [str(HERE / "test_contract.py"), "--color=no", f"--junit-xml={report}"]
-    _, out = run(mpirun(DEATHS + 2, *FLAGS), HERE / "contract_ranks.py", *arguments, seconds=220)
+    arguments.append("--timeout=180")  # the first waits until the ranks have imported torch
+    _, out = run(mpirun(DEATHS + 2, *FLAGS), HERE / "contract_ranks.py", *arguments, seconds=400)
     assert report.exists(), out
     cases = defaultdict(list)
     for case in xml.parse(report).iter("testcase"):
