@@ -430,6 +430,7 @@ def test_memory_is_flat(kind):
     with make(kind, frames_per_batch=200) as collector:
         while min(row["frames"] for row in collector.stats()["workers"]) < 1000:
             collector.next()  # until each has all its slabs
+        gc.collect()  # what tests before have left would go in between
         before = maps(os.getpid()), [maps(pid) for pid in kit.pids_of(collector)], descriptors()
         for _ in range(200):
             collector.next()
