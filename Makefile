@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+N      ?= 2
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: run test check bench examples docs size clean
@@ -8,8 +9,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 run: $(VENV)/.run                       ## collect 200,000 frames of CartPole-v1 and say how it went
 	$(BIN)/swath collect CartPole-v1 --envs 8 --frames 200000
 
-test: $(VENV)/.dev                      ## all tests, docstring examples included
-	$(BIN)/python -m pytest --doctest-modules
+test: $(VENV)/.dev                      ## all tests, docstring examples included; N=0 for one process
+	$(BIN)/python -m pytest --doctest-modules -n $(N) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev                     ## lint, format, types, layers, size
 	$(BIN)/ruff check .

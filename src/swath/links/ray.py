@@ -11,9 +11,10 @@
 Calls of one link may overtake each other, so each has a number, and the port takes them in order;
 so do answers. Nobody polls: a call that ends rings a bell, in a thread of Ray's, and the crew waits
 for bells. A block comes as one numpy array in Ray's store, which is read-only: it is copied once,
-into the slab, and let go. Of weights only the newest matter: they go with the next order to a
-worker that rests, and at most one version is on its way to one at work. The place owns the actor;
-order of shutdown: `close` message, the end of `run`, or the time limit, then the actor is killed.
+into the slab, and let go. Of weights only the newest matter: they go with the next order, which
+costs no call of its own. A worker at work gets them at once, but not more than twice in a rollout,
+and not where the next order is near. The place owns the actor; order of shutdown: `close` message,
+the end of `run`, or the time limit, then the actor is killed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import math
 import os
 import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,8 @@ from swath.links.remote import Expected, Inbox, Interrupt
 __all__ = ["RayLink", "RayPort", "enter", "leave", "needed", "writable"]
 
 _END = object()
+_NEAR = 0.05
+"""Seconds that weights may wait for an order."""
 
 
 def needed() -> Any:
@@ -125,7 +130,9 @@ class RayLink:
         self._bell, self._lock = Bell(), threading.Lock()
         self._sends, self._numbers = threading.RLock(), itertools.count()
         self._newest: tuple[Any, Any] | None = None  # pushed, and not on its way yet
-        self._pushing = False
+        self._pushing, self._sent = False, -math.inf  # is one on its way; when was one sent
+        self._timer: threading.Timer | None = None  # that sends what was held back
+        self._pace, self._came = 0.0, 0.0  # seconds between two rollouts, and when the last came
         self._expected: deque[Expected | None] = deque()
         self._answers: dict[int, Any] = {}
         self._arrived: deque[Any] = deque()
@@ -191,7 +198,8 @@ class RayLink:
         with self._sends:
             turn, pushed = self._asked, self._newest or ()
             call = self._call(self._actor.ask, turn, message, sizes, *pushed)
-            self._newest = None
+            if pushed:
+                self._newest, self._sent = None, monotonic()
             self._expected.append(expected)
             self._asked += 1
         _when_done(call, functools.partial(self._answer, turn))
@@ -215,14 +223,26 @@ class RayLink:
             self._send_newest()
 
     def _send_newest(self) -> None:
-        if self._newest is not None and not self._pushing and self._heard < self._asked:
+        if self._newest is None or self._pushing or self._heard == self._asked:
+            return
+        held_back = self._sent + max(_NEAR, self._pace / 2) - monotonic()
+        if held_back <= 0:
             call = self._call(self._actor.push, *self._newest)
-            self._newest, self._pushing = None, True
+            self._newest, self._pushing, self._sent = None, True, monotonic()
             _when_done(call, self._pushed)
+        elif self._timer is None and not 0 < self._pace < 2 * _NEAR:
+            self._timer = threading.Timer(held_back, self._late)
+            self._timer.daemon = True
+            self._timer.start()
 
     def _pushed(self, _: Any, error: BaseException | None) -> None:
         with self._sends, contextlib.suppress(EOFError):
             self._pushing = False
+            self._send_newest()
+
+    def _late(self) -> None:
+        with self._sends, contextlib.suppress(EOFError):
+            self._timer = None
             self._send_newest()
 
     def receive(self) -> Any:
@@ -238,6 +258,9 @@ class RayLink:
             raise EOFError(self._reason)
         report, block = answer
         expected = self._expected.popleft()
+        if expected is not None:
+            now = monotonic()
+            self._pace, self._came = (now - self._came if self._came else 0.0), now
         if block is not None and expected is not None:
             expected.came(block)
         return pickle.loads(report)
@@ -271,6 +294,9 @@ class RayLink:
             self.kill()
         with self._lock:
             closed, self._closed = self._closed, True
+        with self._sends:
+            if self._timer is not None:
+                self._timer.cancel()
         if not closed:
             self._bell.close()
             self._on_close()

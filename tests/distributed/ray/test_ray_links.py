@@ -13,6 +13,7 @@ import contract_kit as kit
 import pytest
 
 from swath.links import pack, unpack
+from swath.links import ray as module
 from swath.links.ray import RayLink
 from swath.memory import HeapMemory
 from swath.workers.host import Host
@@ -176,6 +177,40 @@ def test_blocks_reach_a_worker_at_work_the_newest_last(link_to):
     seen = link.receive()
     assert seen == sorted(set(seen))
     assert seen[-1] == 99
+
+
+def test_where_orders_are_near_blocks_go_with_them_and_cost_no_call(link_to, monkeypatch):
+    def tell_the_newest(port):
+        newest = []
+        port.on_push = lambda version, block: newest.append(version)
+        port.send("hello")
+        while True:
+            port.receive()
+            port.send(newest[-1:])
+
+    class Counted:
+        def __init__(self, actor):
+            self.actor, self.names = actor, []
+
+        def __getattr__(self, name):
+            self.names.append(name)
+            return getattr(self.actor, name)
+
+    link = link_to(tell_the_newest)
+    assert link.receive() == []
+    monkeypatch.setattr(module, "_NEAR", 1000.0)
+    counted = link._actor = Counted(link._actor)
+    for _ in range(2):
+        link.ask("roll", (), Held())
+    told = []
+    for version in range(30):
+        told.append(link.receive())
+        link.push(version, kit.block_of(version))
+        link.ask("roll", (), Held())
+    told += [link.receive(), link.receive()]
+    link._actor = counted.actor
+    assert counted.names.count("push") <= 1  # before it was known how near they are
+    assert all(newest[0] >= version for version, newest in enumerate(told[2:]))
 
 
 def test_the_death_of_a_worker_is_noticed_at_once_and_told(link_to):
