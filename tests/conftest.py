@@ -76,7 +76,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         while left := _left(before):
             # Names of other processes, of tests beside this one for example, come and go.
             shared = all(name.startswith("/dev/shm/") for name in left)
-            if time.monotonic() > started + (20 if shared else 2):
+            if time.monotonic() > started + (20 if shared else 5):
                 break
             time.sleep(0.05)
         assert not left, "a test left something behind"

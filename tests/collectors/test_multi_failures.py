@@ -699,7 +699,7 @@ def test_workers_end_with_their_parent():
         assert all(map(kit.alive, pids))
         parent.kill()
         assert parent.wait(10) == -signal.SIGKILL
-        assert kit.gone(pids)
+        assert kit.gone(pids, 3.0)  # a second, and two for a machine that has other things to do
         deadline = time.monotonic() + 20  # what other processes do there passes
         while shared_memory() - before and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -707,7 +707,8 @@ def test_workers_end_with_their_parent():
 
 
 def shared_memory():
-    return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    names = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    return {name for name in names if not name.startswith(("sem.mp-", "sm_segment."))}
 
 
 def test_after_ctrl_c_nothing_is_lost():

@@ -141,7 +141,7 @@ def test_workers_of_a_worker_end_with_it():
     assert kit.alive(inner)
     worker.kill()
     worker.close()
-    assert kit.gone([inner])
+    assert kit.gone([inner], 3.0)
 
 
 def test_when_the_fork_server_is_killed_its_workers_end_and_the_next_launch_works(worker):
@@ -206,7 +206,7 @@ sys.stdin.read()
 """
 
 
-def test_when_we_are_killed_everything_ends():
+def test_when_we_are_killed_everything_ends_within_seconds():
     program = PARENT.format(folder=str(Path(__file__).parent))
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -219,4 +219,4 @@ def test_when_we_are_killed_everything_ends():
         assert all(map(kit.alive, pids))
         parent.kill()
         parent.wait()
-        assert kit.gone(pids)
+        assert kit.gone(pids, 3.0)
