@@ -32,6 +32,45 @@ def test_messages_arrive_in_order_both_ways(ends):
         assert one.receive() == (("back", number), [])
 
 
+class Through:
+    """A socket whose first call of `sendmsg` is another."""
+
+    def __init__(self, end, send):
+        self.end, self.sendmsg = end, send
+
+    def __getattr__(self, name):
+        return getattr(self.end, name)
+
+
+def test_a_message_that_was_read_is_sent_though_its_reader_has_ended_since(ends):
+    one, other = ends
+    plain = one._socket
+
+    def send(*arguments):
+        sent = plain.sendmsg(*arguments)
+        assert other.receive() == ("end", [])
+        other.close()
+        return sent
+
+    one._socket = Through(plain, send)
+    one.send("end")
+    one._socket = plain
+    with pytest.raises(EOFError):
+        one.send("still there?")
+
+
+@pytest.mark.parametrize("sent", [1, 7, 8, 9, 100])
+def test_a_message_of_which_only_a_part_goes_at_first(ends, sent):
+    one, other = ends
+    plain, body = one._socket, os.urandom(500)
+    one._socket = Through(plain, lambda parts, _: plain.send(b"".join(parts)[:sent]))
+    one.send(body)
+    one._socket = plain
+    one.send("next")
+    assert other.receive() == (body, [])
+    assert other.receive() == ("next", [])
+
+
 def test_the_end_is_seen_behind_messages_that_wait(ends):
     one, other = ends
     one.send("last words")

@@ -43,7 +43,6 @@ class BaseCollector(abc.ABC):
         self.options = options
         self._frames = self._batches = 0
         self._closed = False
-        self._started = 0.0
         self._seconds = 0.0
         self._finishing = Finish(
             options.trajs_per_batch, options.traj_format, options.split_trajs, options.postproc

@@ -54,7 +54,7 @@ class JaxEnv:
             raise UsageError("JaxEnv needs JAX; install it with: pip install jax") from error
         self.num_envs, self.device = num_envs, torch.device(device)
         self.observation_space, self.action_space = observation_space, action_space
-        self._jax, self._params = jax, params
+        self._jax = jax
         reset = getattr(env, "reset_env", env.reset)
         step = getattr(env, "step_env", env.step)
         kind = "gpu" if self.device.type == "cuda" else "cpu"

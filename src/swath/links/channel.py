@@ -49,10 +49,13 @@ class Channel:
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
             # In one call, mostly: then Ctrl-C cannot come in between.
-            parts = [_LENGTH.pack(len(body)), body]
+            head = _LENGTH.pack(len(body))
             beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
-            sent = self._socket.sendmsg(parts, beside if descriptors else [])
-            self._socket.sendall(memoryview(body)[sent - _LENGTH.size :])
+            sent = self._socket.sendmsg([head, body], beside if descriptors else [])
+            for part in (head, body):
+                if sent < len(part):  # nothing is not sent: who has all of it may be gone by now
+                    self._socket.sendall(memoryview(part)[sent:])
+                sent = max(0, sent - len(part))
         except OSError as error:
             if error.errno in _GONE:
                 raise EOFError("the other side is gone") from error
