@@ -9,6 +9,7 @@ from importlib import import_module
 from bench.contestants.base import Contestant
 
 SWATH, TORCHRL, HAND, HANDS = "swath", "TorchRL", "hand loop", "hand loops"
+KEPT = "swath, a core kept"
 Kinds = Sequence[type[Contestant]]
 
 # Where the classes are. Files are imported one by one, so that a peer may be missing. Several
@@ -16,6 +17,7 @@ Kinds = Sequence[type[Contestant]]
 ENTRIES = (
     "bench.contestants.swath_collector:Swath",
     "bench.contestants.swath_parallel:SwathParallel",
+    "bench.contestants.swath_parallel:SwathParallelKept",
     "bench.contestants.swath_processes:SwathSync",
     "bench.contestants.swath_processes:SwathAsync",
     "bench.contestants.torchrl_collector:TorchRL",
