@@ -107,7 +107,8 @@ def test_an_interrupt_reaches_a_worker_at_work_and_can_be_taken_back(kind):
 @remote
 def test_pushed_blocks_arrive_whole_in_order_and_before_what_is_sent_later(kind):
     with kit.Pair(kind, kit.take) as pair:
-        pushed = []
+        pair.link.send("are you there?")  # it can take what is pushed from now on
+        pushed = pair.link.receive()
         for version in range(40):
             block = kit.block_of(version)
             pair.link.push(version, block)

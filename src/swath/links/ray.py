@@ -11,10 +11,9 @@
 Calls of one link may overtake each other, so each has a number, and the port takes them in order;
 so do answers. Nobody polls: a call that ends rings a bell, in a thread of Ray's, and the crew waits
 for bells. A block comes as one numpy array in Ray's store, which is read-only: it is copied once,
-into the slab, and let go. Of weights only the newest matter: they go with the next order, which
-costs no call of its own. A worker at work gets them at once, but not more than twice in a rollout,
-and not where the next order is near. The place owns the actor; order of shutdown: `close` message,
-the end of `run`, or the time limit, then the actor is killed.
+into the slab, and let go. Of weights only the newest matter: they go with the next order, or, if
+that is not near, by themselves, twice in a rollout at most. The place owns the actor; order of
+shutdown: `close` message, the end of `run`, or the time limit, then the actor is killed.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class RayLink:
         self._arrived: deque[Any] = deque()
         self._asked = self._heard = 0
         self._reason: str | None = None
-        self._interrupted = self._closed = False
+        self._interrupted = self._closed = self._killed = False
         self._ended = threading.Event()
         _when_done(actor.here.remote(), self._placed)
         _when_done(actor.run.remote(job), self._over)
@@ -278,13 +277,14 @@ class RayLink:
 
     def ended(self) -> str:
         """Say how the worker ended, or why it has not begun."""
-        if self._reason is None and self.pid is None:
+        if self.pid is None and (self._reason is None or self._killed):
             return self._where()
         return self._reason or "was lost."
 
     def kill(self) -> None:
         """End the actor, whatever it is doing."""
         if needed().is_initialized():
+            self._killed = True  # if it had no place, that is how it ended
             needed().kill(self._actor, no_restart=True)
 
     def close(self, timeout: float | None = None) -> None:
