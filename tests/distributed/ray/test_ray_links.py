@@ -253,4 +253,6 @@ def test_an_actor_without_a_place_says_so(link_to, cluster):
     assert not ready(link, 0.2)
     assert (link.pid, link.host, link.ended()) == (None, None, "has no place")
     link.kill()
+    assert link._ended.wait(30)
+    assert link.ended() == "has no place"  # not: was killed, which we did since it had none
     link.close(5.0)
