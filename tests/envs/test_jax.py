@@ -1,6 +1,8 @@
-"""JAX envs, on the CPU."""
+"""JAX envs, on the CPU and on a GPU."""
 
 from __future__ import annotations
+
+import os
 
 import gymnasium
 import numpy as np
@@ -10,10 +12,19 @@ import torch
 from swath.collectors import Collector
 from swath.envs import JaxEnv
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of a GPU
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 INF = np.float32(np.inf)
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+both = pytest.mark.parametrize("device", ["cpu", GPU])
 
 
 class Walk:
@@ -39,10 +50,11 @@ class Walk:
     step = reset
 
 
-def make(num_envs=6):
+def make(num_envs=6, device="cpu"):
     box = gymnasium.spaces.Box(-INF, INF, (2,), np.float32)
     params = {"push": jnp.float32(0.5)}
-    return JaxEnv(Walk(), num_envs, box, gymnasium.spaces.Discrete(2), params=params)
+    space = gymnasium.spaces.Discrete(2)
+    return JaxEnv(Walk(), num_envs, box, space, params=params, device=device)
 
 
 def policy(observation):
@@ -51,9 +63,30 @@ def policy(observation):
     return (walks | (observation[..., 1] % 2 == 0)).long()
 
 
-def test_every_row_is_a_real_transition():
-    with Collector(make(), policy, frames_per_batch=6 * 40, seed=3) as collector:
+@both
+def test_every_row_is_a_real_transition(device):
+    with Collector(
+        make(6, device), policy, frames_per_batch=6 * 40, seed=3, device=device
+    ) as collector:
         batch = collector.next()
+    assert batch["observation"].device.type == device
+    check(batch)
+    starts = batch["observation"][:, 1:][batch["next", "done"][:, :-1, 0]]
+    assert len(starts[:, 0].unique()) == len(starts)
+
+
+@both
+def test_many_envs_and_many_batches(device):
+    """On a GPU neither side waits on the host for the other."""
+    frames = 4096 * 50
+    with Collector(
+        make(4096, device), policy, frames_per_batch=frames, seed=3, device=device
+    ) as collector:
+        for _ in range(10):
+            check(collector.next())
+
+
+def check(batch):
     now, then = batch["observation"], batch["next", "observation"]
     push = torch.where(batch["action"] == 1, 0.5, -0.5)
     torch.testing.assert_close(then[..., 0], now[..., 0] + push)
@@ -66,27 +99,29 @@ def test_every_row_is_a_real_transition():
     assert batch["next", "truncated"].any()
     starts = now[:, 1:][done[:, :-1]]
     assert (starts[:, 1] == 0).all()
-    assert len(starts[:, 0].unique()) == len(starts)
     assert torch.equal(now[:, 1:][~done[:, :-1]], then[:, :-1][~done[:, :-1]])
 
 
-def test_the_same_seed_gives_the_same_data_and_another_does_not():
+@both
+def test_the_same_seed_gives_the_same_data_and_another_does_not(device):
     def collected(seed):
-        with Collector(make(), policy, frames_per_batch=120, seed=seed) as collector:
+        env = make(6, device)
+        with Collector(env, policy, frames_per_batch=120, seed=seed, device=device) as collector:
             return collector.next()["observation"].clone()
 
     assert torch.equal(collected(1), collected(1))
     assert not torch.equal(collected(1), collected(2))
 
 
-def test_what_it_returned_does_not_change():
-    env = make()
+@both
+def test_what_it_returned_does_not_change(device):
+    env = make(6, device)
     env.seed(torch.arange(6))
     first = env.reset()
     copy = first.clone()
     for _ in range(20):
-        env.step(torch.ones(6, dtype=torch.int64))
-        env.reset(torch.ones(6, dtype=torch.bool))
+        env.step(torch.ones(6, dtype=torch.int64, device=device))
+        env.reset(torch.ones(6, dtype=torch.bool, device=device))
     assert torch.equal(first, copy)
 
 

@@ -154,7 +154,7 @@ class NativeGroup(BatchGroup):
     @property
     def device(self) -> torch.device:
         """Where the envs live."""
-        return torch.device(self.env.device or "cpu")
+        return torch.empty(0, device=self.env.device or "cpu").device  # with its index
 
     def place(self, device: torch.device | None) -> torch.device:
         if device is not None and device != self.device:

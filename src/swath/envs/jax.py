@@ -79,15 +79,17 @@ class JaxEnv:
         """Start an episode in the envs of `mask`, bool `[N]` (None: all); observe all N."""
         if mask is None:
             mask = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        chosen = self._to_jax(mask)
         self._keys, keys = self._split(self._keys)
         before = self._observation, self._state
-        self._observation, self._state = self._reset(keys, before, self._to_jax(mask))
+        self._observation, self._state = self._reset(keys, before, chosen)
         return self._to_torch(self._observation)
 
     def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Return observation, reward float32 `[N]`, terminated and truncated bool `[N]`."""
+        action = self._to_jax(action)
         self._keys, keys = self._split(self._keys)
-        answer = self._step(keys, self._state, self._to_jax(action))
+        answer = self._step(keys, self._state, action)
         self._observation, self._state, reward, done, info = answer
         done = self._to_torch(done).to(torch.bool)
         cut = info.get("truncation") if isinstance(info, dict) else None
@@ -99,7 +101,9 @@ class JaxEnv:
         if isinstance(tree, dict):
             return {name: self._to_jax(part) for name, part in tree.items()}
         tensor = tree.detach().to(self.device).contiguous()
-        # A copy in JAX: a tensor may be memory that is written again before JAX has read it.
+        # A copy in JAX: a tensor may be memory that is written again before JAX has read it. On a
+        # GPU this comes first in a step: what JAX does from here on waits for torch, which may not
+        # have read yet what it let go of since, and JAX writes there.
         return self._jax.numpy.array(self._jax.dlpack.from_dlpack(tensor), copy=True)
 
     def _to_torch(self, tree: Any) -> Any:

@@ -11,8 +11,9 @@ early is served by gloo's own threads, while Python does something else.
 ```
 
 NCCL does all of a group in order, on one stream, and a transfer keeps a part of the GPU busy until
-the other side comes. So it has a group for each direction, and begins to receive when the block was
-announced. It tells nobody that the other side has died: who waits looks at the channel, too.
+the other side comes. So it has a group for each direction, connected at once and not with the first
+block, and begins to receive when the block was announced. It tells nobody that the other side has
+died: who waits looks at the channel, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
@@ -172,12 +174,12 @@ class _NcclBulk:
         self._peer, self._patience = 1 - rank, ticket.patience
         self._device = torch.device("cuda", device)
         self._ended: Callable[[], bool] = lambda: False
-        self._groups = {
-            sender: dist.ProcessGroupNCCL(
-                dist.PrefixStore(f"{ticket.name}/{sender}", store), rank, 2, _NEVER
-            )
-            for sender in (0, 1)
-        }
+        self._groups: dict[int, Any] = {}
+        with _errors_are_ours():
+            for sender in (0, 1):
+                path = dist.PrefixStore(f"{ticket.name}/{sender}", store)
+                group = self._groups[sender] = dist.ProcessGroupNCCL(path, rank, 2, _NEVER)
+                group.eager_connect_single_device(self._device)
 
     def watch(self, channel: Channel) -> None:
         self._ended = channel.ended
@@ -202,13 +204,28 @@ class _NcclBulk:
     def _finish(self, work: Any, data: torch.Tensor) -> None:
         """Wait until a transfer is done; its data is kept that long."""
         wait_until(work.is_completed, self._patience, self._ended)
-        work.wait()
+        if (error := work.exception()) is not None:
+            raise ConnectionError(str(error))
 
     def close(self) -> None:
         """Let go of the other side, whatever is under way."""
         for group in self._groups.values():
             group.abort()
         self._groups = {}
+
+
+@contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """Make groups of NCCL whose errors do not end the process."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 class TorchrunBoard:
