@@ -100,11 +100,11 @@ class JaxEnv:
     def _to_jax(self, tree: Any) -> Any:
         if isinstance(tree, dict):
             return {name: self._to_jax(part) for name, part in tree.items()}
-        tensor = tree.detach().to(self.device).contiguous()
-        # A copy in JAX: a tensor may be memory that is written again before JAX has read it. On a
-        # GPU this comes first in a step: what JAX does from here on waits for torch, which may not
-        # have read yet what it let go of since, and JAX writes there.
-        return self._jax.numpy.array(self._jax.dlpack.from_dlpack(tensor), copy=True)
+        # A copy: a tensor may be memory that is written again before JAX has read it, or begin
+        # where JAX cannot read. On a GPU this comes first in a step: what JAX does from here on
+        # waits for torch, which may not have read yet what it let go of since.
+        tensor = tree.detach().to(self.device).clone(memory_format=torch.contiguous_format)
+        return self._jax.dlpack.from_dlpack(tensor)
 
     def _to_torch(self, tree: Any) -> Any:
         if isinstance(tree, dict):

@@ -11,9 +11,9 @@ early is served by gloo's own threads, while Python does something else.
 ```
 
 NCCL does all of a group in order, on one stream, and a transfer keeps a part of the GPU busy until
-the other side comes. So it has a group for each direction, connected at once and not with the first
-block, and begins to receive when the block was announced. It tells nobody that the other side has
-died: who waits looks at the channel, too.
+the other side comes. So it has a group for each direction, and begins to receive when the block was
+announced. It connects with the first block, and then the host waits for the other side: one byte
+goes each way first. It tells nobody that the other side has died: who waits looks at the channel.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
+from threading import Thread
 from time import sleep
 from typing import Any
 
@@ -45,6 +46,8 @@ _READING = 0.05
 """Seconds between two looks at the board."""
 _NEVER = timedelta(days=365)
 """When NCCL itself is to give up: it would end the process."""
+_ENDING = 5.0
+"""Seconds for NCCL to end what is under way."""
 
 
 @dataclass(frozen=True)
@@ -168,49 +171,68 @@ class TorchBulk:
 
 
 class _NcclBulk:
-    """One end of a pair on GPUs."""
+    """One end of a pair on GPUs.
+
+    Blocks are copied on one stream and awaited on another: what is on a stream behind a transfer
+    whose other side has died waits for ever, on the host, too.
+    """
 
     def __init__(self, ticket: TorchTicket, store: Any, rank: int, device: int) -> None:
         self._peer, self._patience = 1 - rank, ticket.patience
         self._device = torch.device("cuda", device)
         self._ended: Callable[[], bool] = lambda: False
         self._groups: dict[int, Any] = {}
-        with _errors_are_ours():
-            for sender in (0, 1):
-                path = dist.PrefixStore(f"{ticket.name}/{sender}", store)
-                group = self._groups[sender] = dist.ProcessGroupNCCL(path, rank, 2, _NEVER)
-                group.eager_connect_single_device(self._device)
+        stream: Any = torch.cuda.Stream
+        self._copies, self._waits = [[stream(device) for _ in range(2)] for _ in range(2)]
+        hello = np.zeros(1, np.uint8)
+        for sender in (0, 1):
+            path = dist.PrefixStore(f"{ticket.name}/{sender}", store)
+            with _errors_are_ours():
+                self._groups[sender] = dist.ProcessGroupNCCL(path, rank, 2, _NEVER)
+            (self.send if rank == sender else self.receive)(hello)()
 
     def watch(self, channel: Channel) -> None:
         self._ended = channel.ended
 
     def send(self, block: np.ndarray) -> Callable[[], None]:
-        with torch.cuda.device(self._device):
+        with torch.cuda.stream(self._copies[0]):
             data = torch.from_numpy(block).to(self._device)
             work = self._groups[1 - self._peer].send([data], self._peer, 0)
-        return lambda: self._finish(work, data)
+        done = self._done(work, self._waits[0])
+        return lambda: self._finish(done, data)
 
     def receive(self, block: np.ndarray) -> Callable[[], None]:
         def receive_now() -> None:
             into = torch.from_numpy(block)
-            with torch.cuda.device(self._device):
+            with torch.cuda.stream(self._copies[1]):
                 data = torch.empty_like(into, device=self._device)
                 work = self._groups[self._peer].recv([data], self._peer, 0)
-                self._finish(work, data)
+                self._finish(self._done(work, self._waits[1]), data)
                 into.copy_(data)
 
         return receive_now
 
-    def _finish(self, work: Any, data: torch.Tensor) -> None:
+    @staticmethod
+    def _done(work: Any, waits: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return what tells when the GPU is done: the work would be done with an error, too."""
+        with torch.cuda.stream(waits):
+            work.wait()
+            return waits.record_event()
+
+    def _finish(self, done: torch.cuda.Event, data: torch.Tensor) -> None:
         """Wait until a transfer is done; its data is kept that long."""
-        wait_until(work.is_completed, self._patience, self._ended)
-        if (error := work.exception()) is not None:
-            raise ConnectionError(str(error))
+        wait_until(done.query, self._patience, self._ended)
 
     def close(self) -> None:
-        """Let go of the other side, whatever is under way."""
-        for group in self._groups.values():
-            group.abort()
+        """Let go of the other side, whatever is under way.
+
+        All groups at once: to end one frees memory, which waits for what the other has under way.
+        """
+        ends = [Thread(target=group.abort, daemon=True) for group in self._groups.values()]
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join(_ENDING)
         self._groups = {}
 
 
