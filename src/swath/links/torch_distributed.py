@@ -227,13 +227,14 @@ class _NcclBulk:
         """Let go of the other side, whatever is under way.
 
         All groups at once: to end one frees memory, which waits for what the other has under way.
+        Threads have the last references: to forget a group whose other side died takes a minute.
         """
-        ends = [Thread(target=group.abort, daemon=True) for group in self._groups.values()]
+        groups, self._groups = list(self._groups.values()), {}
+        ends = [Thread(target=groups.pop().abort, daemon=True) for _ in range(len(groups))]
         for end in ends:
             end.start()
         for end in ends:
             end.join(_ENDING)
-        self._groups = {}
 
 
 @contextmanager
