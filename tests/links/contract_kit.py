@@ -201,7 +201,7 @@ def fill(port):
             continue
         number, value = message
         memories[number].array[:] = value
-        port.send(("filled", value), memories[number].array)
+        port.send(("filled", value), memories[number])
 
 
 def fill_half_and_die(port):

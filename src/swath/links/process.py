@@ -116,8 +116,8 @@ class ProcessPort:
         self.descriptors = descriptors[len(sizes) :]
         return message, [SharedMemory(*pair) for pair in zip(sizes, descriptors, strict=False)]
 
-    def send(self, message: Any, block: Any = None) -> None:
-        """Send a message; a block is in shared memory, so it need not travel."""
+    def send(self, message: Any, memory: Any = None) -> None:
+        """Send a message; memory is shared, so it need not travel."""
         self._channel.send(message)
 
     def waits(self) -> bool:

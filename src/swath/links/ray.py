@@ -11,9 +11,10 @@
 Calls of one link may overtake each other, so each has a number, and the port takes them in order;
 so do answers. Nobody polls: a call that ends rings a bell, in a thread of Ray's, and the crew waits
 for bells. A block comes as one numpy array in Ray's store, which is read-only: it is copied once,
-into the slab, and let go. Of weights only the newest matter: they go with the next order, or, if
-that is not near, by themselves, twice in a rollout at most. The place owns the actor; order of
-shutdown: `close` message, the end of `run`, or the time limit, then the actor is killed.
+into the slab, and let go. An actor on this machine maps memory of this process instead, and only
+says that it is filled. Of weights only the newest matter: they go with the next order, or, if that
+is not near, by themselves, twice in a rollout at most. The place owns the actor; order of shutdown:
+`close` message, the end of `run`, or the time limit, then the actor is killed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import itertools
 import math
 import os
 import pickle
+import select
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +38,13 @@ import numpy as np
 
 from swath.links.bell import Bell
 from swath.links.remote import Expected, Inbox, Interrupt
+from swath.memory import SharedMemory
 
 __all__ = ["RayLink", "RayPort", "enter", "leave", "needed", "writable"]
 
 _END = object()
+_ENDING = 5000
+"""Milliseconds for a process that Ray has killed to be gone."""
 _NEAR = 0.05
 """Seconds that weights may wait for an order."""
 
@@ -113,19 +119,26 @@ class RayLink:
         job: What its `run` is called with.
         where: Says in words why the actor has found no place yet.
         on_close: Called once the actor is let go.
+        probe: The handle of shared memory, to see whether the actor can map it.
     """
 
     shares_memory = False
     sentinel = None
 
     def __init__(
-        self, actor: Any, job: bytes, where: Callable[[], str], on_close: Callable[[], None]
+        self,
+        actor: Any,
+        job: bytes,
+        where: Callable[[], str],
+        on_close: Callable[[], None],
+        probe: Any = None,
     ) -> None:
         self._actor, self._where, self._on_close = actor, where, on_close
         self.name = f"actor {actor._actor_id.hex()[:8]}, not placed"
         self.pid: int | None = None
         self.host: str | None = None
         self.attached: set[int] = set()
+        """Numbers of the memory that the worker has, for who gives it some."""
         self._bell, self._lock = Bell(), threading.Lock()
         self._sends, self._numbers = threading.RLock(), itertools.count()
         self._newest: tuple[Any, Any] | None = None  # pushed, and not on its way yet
@@ -139,15 +152,42 @@ class RayLink:
         self._reason: str | None = None
         self._interrupted = self._closed = self._killed = False
         self._ended = threading.Event()
-        _when_done(actor.here.remote(), self._placed)
+        self._process: int | None = None  # its descriptor, if it maps memory of this process
+        self._known = threading.Event()
+        _when_done(actor.here.remote(probe), self._placed)
         _when_done(actor.run.remote(job), self._over)
         self.expect()
 
     def _placed(self, about: Any, error: BaseException | None) -> None:
         if error is None:
-            self.pid, self.host, node = about
+            self.pid, self.host, node, handle = about
             actor = self._actor._actor_id.hex()[:8]
             self.name = f"actor {actor} on {self.host} ({node}), process {self.pid}"
+            with contextlib.suppress(OSError), self._lock:
+                if handle is not None and not self._closed:
+                    SharedMemory.opened(handle)  # it is this process, and no other of that number
+                    self._process = os.pidfd_open(self.pid)
+        self._known.set()
+
+    @property
+    def near(self) -> bool:
+        """Whether the actor maps memory of this process; it has said so before it is asked."""
+        self._known.wait(1.0)
+        return self._process is not None
+
+    def _end_here(self) -> None:
+        """See the end of an actor that maps memory: it must not write there any more.
+
+        Ray says that an actor was killed, not that it is dead.
+        """
+        with self._lock:
+            if self._process is not None:
+                ended = select.poll()
+                ended.register(self._process, select.POLLIN)
+                if not ended.poll(_ENDING):
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(self._process, signal.SIGKILL)
+                    ended.poll(_ENDING)
 
     def _over(self, _: Any, error: BaseException | None) -> None:
         with self._lock:
@@ -260,7 +300,9 @@ class RayLink:
         if expected is not None:
             now = monotonic()
             self._pace, self._came = (now - self._came if self._came else 0.0), now
-        if block is not None and expected is not None:
+        if block is True and expected is not None:
+            expected.arrived()
+        elif block is not None and expected is not None:
             expected.came(block)
         return pickle.loads(report)
 
@@ -277,6 +319,8 @@ class RayLink:
 
     def ended(self) -> str:
         """Say how the worker ended, or why it has not begun."""
+        if self._process is not None:
+            self.kill()  # its worker has ended, the actor may not have
         if self.pid is None and (self._reason is None or self._killed):
             return self._where()
         return self._reason or "was lost."
@@ -286,6 +330,7 @@ class RayLink:
         if needed().is_initialized():
             self._killed = True  # if it had no place, that is how it ended
             needed().kill(self._actor, no_restart=True)
+            self._end_here()
 
     def close(self, timeout: float | None = None) -> None:
         """Let go of the actor once its worker has ended; kill it after `timeout` seconds."""
@@ -294,6 +339,9 @@ class RayLink:
             self.kill()
         with self._lock:
             closed, self._closed = self._closed, True
+            process, self._process = self._process, None
+        if process is not None:
+            os.close(process)
         with self._sends:
             if self._timer is not None:
                 self._timer.cancel()
@@ -364,8 +412,9 @@ class RayPort(Inbox):
                 raise EOFError("the worker has ended")
             return self._reports.pop(turn)
 
-    def send(self, message: Any, block: np.ndarray | None = None) -> None:
+    def send(self, message: Any, memory: SharedMemory | None = None) -> None:
         """Let a report be taken, with a block, which must stay as it is until it was."""
+        block = None if memory is None else memory.foreign or memory.array
         with self._state:
             # As bytes: arrays inside would come out read-only, as Ray's do.
             self._reports[next(self._turns)] = pickle.dumps(message), block

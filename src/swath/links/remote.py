@@ -240,6 +240,11 @@ class RemoteLink:
             self._process.close(_LAST_WORDS if ended else 0.0)
 
 
+def _memory(wanted: Any) -> SharedMemory:
+    """Return new memory of a size, or that of your process, on the same machine."""
+    return SharedMemory(wanted) if isinstance(wanted, int) else SharedMemory.opened(wanted)
+
+
 class Inbox:
     """What has come to a worker with memory of its own; a thread puts it in, the worker reads."""
 
@@ -251,14 +256,14 @@ class Inbox:
         self.on_push: Callable[[Any, np.ndarray], None] | None = None
         """Called by the thread with what was pushed."""
 
-    def _put(self, message: Any, sizes: Sequence[int], block: np.ndarray | None) -> None:
+    def _put(self, message: Any, sizes: Sequence[Any], block: np.ndarray | None) -> None:
         if isinstance(message, Interrupt):
             self._flag = message.on
         elif block is not None:
             assert self.on_push is not None
             self.on_push(message, block)
         else:
-            self._inbox.put((message, [SharedMemory(size) for size in sizes]))
+            self._inbox.put((message, [_memory(size) for size in sizes]))
 
     def receive(self) -> tuple[Any, list[Any]]:
         """Wait for a message and return it with the memory that was asked for."""
@@ -305,13 +310,13 @@ class RemotePort(Inbox):
             if not self._ended.wait(_LAST_WORDS):
                 os._exit(exit_code)
 
-    def send(self, message: Any, block: np.ndarray | None = None) -> None:
+    def send(self, message: Any, memory: SharedMemory | None = None) -> None:
         """Send a message, and a block that the other side expects; it must stay as it is."""
-        if block is not None:
+        if memory is not None:
             while len(self._sending) > 1:
                 self._sending.popleft()[0]()
-            self._sending.append((self._bulk.send(block), block))
-        self._channel.send((message, block is not None))
+            self._sending.append((self._bulk.send(memory.array), memory.array))
+        self._channel.send((message, memory is not None))
 
     def close(self) -> None:
         """Let go of the other side, which wants nothing more."""

@@ -234,7 +234,7 @@ class Worker:
         else:
             report = self._stored(order, filled)
         stored = self._store is not None and isinstance(report, Rolled)
-        self._port.send(report, None if stored else slab.memory.array)
+        self._port.send(report, None if stored else slab.memory)
 
     def _stored(self, order: Collect, filled: Filled) -> Failed | Rolled:
         """Write a rollout to the replay buffer, if there is one for it, and tell of it."""

@@ -26,11 +26,17 @@ class Host:
 
         self._port = RayPort()
 
-    def here(self) -> tuple[int, str, str]:
-        """Return process, host and address of the node."""
+    def here(self, probe: Any = None) -> tuple[int, str, str, Any]:
+        """Return process, host and address, and memory of its own if it can map that of `probe`."""
         import ray
+        from swath.memory import SharedMemory
 
-        return os.getpid(), socket.gethostname(), ray.util.get_node_ip_address()
+        try:
+            self._mapped = None if probe is None else SharedMemory.opened(probe)
+        except OSError:
+            self._mapped = None
+        handle = None if self._mapped is None else self._mapped.handle
+        return os.getpid(), socket.gethostname(), ray.util.get_node_ip_address(), handle
 
     def run(self, job: bytes) -> None:
         """Be a worker until a message ends it."""

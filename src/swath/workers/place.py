@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from swath.workers.messages import Attach, Collect, Detach, Weights
 if TYPE_CHECKING:
     from swath.workers.crew import Crew
 
-__all__ = ["LocalPlace", "Place", "Publisher", "Slabs"]
+__all__ = ["LocalPlace", "Numbered", "Place", "Publisher", "Slabs"]
 
 _OPEN_DESCRIPTORS = 64
 
@@ -128,23 +128,41 @@ class LocalPlace:
         """Nothing: the fork server serves others, too."""
 
 
-class _SharedSlabs:
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
-        self._numbers = itertools.count()
+class Numbered:
+    """Slabs in shared memory, each with a number from `first` on, while somebody has them."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._numbers = itertools.count(first)
         self._alive: dict[int, tuple[Any, int]] = {}
         self._unused: deque[Any] = deque()
-        self._described: deque[SharedMemory] = deque()
 
-    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
-        memory = SharedMemory(layout.nbytes)
-        slab = Slab(layout, memory)
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def make(self, layout: Layout) -> Slab:
+        """Return a new one."""
+        slab = Slab(layout, SharedMemory(layout.nbytes))
         slab.number = next(self._numbers)
         alive = weakref.ref(slab, self._unused.append)  # no Python code: Ctrl-C would be lost there
         self._alive[id(alive)] = (alive, slab.number)
+        return slab
+
+    def gone(self) -> Iterator[int]:
+        """Yield numbers of those that nobody has any more, once."""
+        while self._unused:
+            yield self._alive.pop(id(self._unused.popleft()))[1]
+
+
+class _SharedSlabs:
+    def __init__(self, crew: Crew) -> None:
+        self._crew, self._numbered = crew, Numbered()
+        self._described: deque[Any] = deque()
+
+    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
+        slab = self._numbered.make(layout)
         for worker, span in spans.items():
             self.share(slab, worker, span)
-        self._described.append(memory)
+        self._described.append(slab.memory)
         if len(self._described) > _OPEN_DESCRIPTORS:
             self._described.popleft().close_descriptor()
         return slab
@@ -160,8 +178,7 @@ class _SharedSlabs:
         self._crew.order(worker, Collect(slab.number, steps))
 
     def tidy(self) -> None:
-        while self._unused:
-            number = self._alive.pop(id(self._unused.popleft()))[1]
+        for number in self._numbered.gone():
             for worker in list(self._crew.links):
                 self._crew.tell(worker, Detach(number))
 

@@ -23,10 +23,12 @@ import numpy as np
 from swath.errors import UsageError
 from swath.links import Link
 from swath.links.ray import RayLink, leave, needed
+from swath.memory import Layout, SharedMemory, Slab
 from swath.memory.weights import WeightSpec
 from swath.workers.host import Host
-from swath.workers.place import Publisher, Slabs
-from swath.workers.remote import RemoteSlabs, RemoteWeights
+from swath.workers.messages import Collect, Detach
+from swath.workers.place import Numbered, Publisher, Slabs
+from swath.workers.remote import IN_FLIGHT, Part, RemoteSlabs, RemoteWeights
 
 if TYPE_CHECKING:
     from swath.workers.crew import Crew
@@ -37,6 +39,8 @@ _THREADS = 8
 """One runs the worker, one waits for each report that is owed, one takes orders; some to spare."""
 _INLINE = 100 * 1024
 """Bytes up to which Ray sends an argument with the call."""
+_MAPPED = 64
+"""Slabs that actors may map at a time; each takes a descriptor."""
 _UNITS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 
 
@@ -56,6 +60,8 @@ class RayPlace:
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], limit: float | None) -> None:
         self._configs, self.launch_limit = configs, limit
+        self.probe = SharedMemory(1)
+        """What actors on this machine can map."""
         self._links, self._closed, self._lock = 0, False, threading.Lock()
         try:
             kinds = [needed().remote(Host).options(**_options(one)) for one in configs]
@@ -72,7 +78,8 @@ class RayPlace:
             self._links += 1
         needs = needs_of(self._configs[number % len(self._configs)])
         actor = self._kinds[number % len(self._kinds)].remote(sys.path)
-        return RayLink(actor, payload, lambda: self._unplaced(needs), self._let_go)
+        probe = self.probe.handle
+        return RayLink(actor, payload, lambda: self._unplaced(needs), self._let_go, probe)
 
     def _unplaced(self, needs: Mapping[str, float]) -> str:
         ray = needed()
@@ -85,8 +92,8 @@ class RayPlace:
         )
 
     def slabs(self, crew: Crew) -> Slabs:
-        """Return slabs that blocks are copied into."""
-        return RemoteSlabs(crew)
+        """Return slabs that actors fill on this machine, and that others' blocks are copied to."""
+        return _RaySlabs(crew)
 
     def weights(self, crew: Crew, spec: WeightSpec) -> Publisher:
         """Return what puts each version into Ray's store, once."""
@@ -110,6 +117,38 @@ class RayPlace:
 
 def _options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "max_concurrency": _THREADS, "max_restarts": 0, "max_task_retries": 0}
+
+
+class _RaySlabs(RemoteSlabs):
+    """Slabs that actors on this machine map and fill; those of others travel, and are copied."""
+
+    def __init__(self, crew: Crew) -> None:
+        super().__init__(crew)
+        self._numbered = Numbered(IN_FLIGHT)
+
+    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
+        if len(self._numbered) < _MAPPED and any(self._near(worker) for worker in spans):
+            return self._numbered.make(layout)
+        return super().make(layout, spans)
+
+    def _near(self, worker: int) -> bool:
+        link: Any = self._crew.links.get(worker)
+        return link is not None and link.near
+
+    def order(self, worker: int, slab: Slab, span: tuple[int, int], steps: int) -> None:
+        memory = slab.memory
+        if not (isinstance(memory, SharedMemory) and self._near(worker)):
+            return super().order(worker, slab, span, steps)
+        self._attach(worker, slab.number, slab.layout, span, memory.handle)
+        self._crew.order(worker, Collect(slab.number, steps), (), Part(slab, span, slab))
+
+    def tidy(self) -> None:
+        for number in self._numbered.gone():
+            links: Any = list(self._crew.links.items())
+            for worker, link in links:
+                if number in link.attached:
+                    link.attached.discard(number)
+                    self._crew.tell(worker, Detach(number))
 
 
 class _RayWeights(RemoteWeights):

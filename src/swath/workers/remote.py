@@ -36,9 +36,18 @@ from swath.workers.place import Publisher, Slabs
 if TYPE_CHECKING:
     from swath.workers.crew import Crew
 
-__all__ = ["Invitation", "Launcher", "RemotePlace", "Started", "join", "main"]
+__all__ = [
+    "IN_FLIGHT",
+    "Invitation",
+    "Launcher",
+    "Part",
+    "RemotePlace",
+    "Started",
+    "join",
+    "main",
+]
 
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 """Rollouts of one worker that may be under way; it has memory for so many."""
 
 
@@ -219,7 +228,7 @@ class RemotePlace:
 
 
 @dataclass
-class _Part:
+class Part:
     """Where a rollout goes that comes as one block: a slab, or some envs of one."""
 
     slab: Slab
@@ -268,14 +277,19 @@ class RemoteSlabs:
 
     def order(self, worker: int, slab: Slab, span: tuple[int, int], steps: int) -> None:
         """Order a rollout into the memory of the worker that is free, and expect its block."""
-        turn = self._turns[worker] = (self._turns.get(worker, 0) + 1) % _IN_FLIGHT
+        turn = self._turns[worker] = (self._turns.get(worker, 0) + 1) % IN_FLIGHT
         own = slab if span == (0, slab.layout.envs) else self._staged(worker, turn, slab, span)
+        self._attach(worker, turn, own.layout, (0, own.layout.envs), own.layout.nbytes)
+        self._crew.order(worker, Collect(turn, steps), (), Part(slab, span, own))
+
+    def _attach(
+        self, worker: int, number: int, layout: Layout, span: tuple[int, int], memory: Any
+    ) -> None:
+        """Let a worker have memory, unless it has it: so many bytes, or what a handle is of."""
         link: Any = self._crew.links.get(worker)
-        if link is not None and turn not in link.attached:
-            link.attached.add(turn)
-            envs = own.layout.envs
-            self._crew.tell(worker, Attach(turn, own.layout, 0, envs), [own.layout.nbytes])
-        self._crew.order(worker, Collect(turn, steps), (), _Part(slab, span, own))
+        if link is not None and number not in link.attached:
+            link.attached.add(number)
+            self._crew.tell(worker, Attach(number, layout, *span), [memory])
 
     def _staged(self, worker: int, turn: int, slab: Slab, span: tuple[int, int]) -> Slab:
         """Return memory for a block of which the parts go to different places of a slab."""

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from ray_kit import LEAN, command, descendants, end
 
+from swath.memory import SharedMemory
+
 for _folder in ("collectors", "links"):  # their kits, in actors too
     sys.path.insert(0, str(Path(__file__).parents[2] / _folder))
 
@@ -35,6 +37,19 @@ def cluster():
     ray.init(num_cpus=8, resources={"rare": 1}, _system_config=patient, **LEAN)
     yield ray
     end(ray.shutdown)
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """Let no actor map memory of this process, as if all were on other machines."""
+    monkeypatch.setattr(SharedMemory, "handle", None)
+
+
+@pytest.fixture(params=["near", "far"])
+def anywhere(request):
+    """Run a test with actors that map memory, and with actors that do not."""
+    if request.param == "far":
+        request.getfixturevalue("far")
 
 
 @pytest.fixture(autouse=True)

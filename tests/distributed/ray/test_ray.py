@@ -28,6 +28,7 @@ def make(sync, makers=(CountingEnv, CountingEnv), policy=None, **options):
     return RayCollector(list(makers), policy, sync=sync, **options)
 
 
+@pytest.mark.usefixtures("anywhere")
 @KINDS
 def test_every_transition_is_real_and_comes_once_in_order(sync):
     frames = 42 if sync else 21
@@ -49,6 +50,7 @@ def test_every_transition_is_real_and_comes_once_in_order(sync):
     assert sum(row["frames"] for row in stats["workers"]) == stats["frames"]
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_the_same_seed_gives_the_data_of_a_collector():
     def policy(observation):
         return (observation[..., 2] > 0).long()

@@ -34,6 +34,7 @@ def owners(batches):
             assert found.setdefault(traj, (stamp, episode)) == (stamp, episode)
 
 
+@pytest.mark.usefixtures("anywhere")
 @KINDS
 def test_a_killed_actor_is_replaced_with_current_weights_and_fresh_streams(sync, tmp_path):
     once, policy, batches = str(tmp_path / "once"), kit.Telling(), []
@@ -151,6 +152,7 @@ class Wide(nn.Module):
         return {"action": torch.zeros(lead, dtype=torch.long), "much": torch.ones(*lead, 100_000)}
 
 
+@pytest.mark.usefixtures("far")
 def test_a_full_object_store_slows_but_loses_nothing(cluster):
     held = [cluster.put(np.ones(40 << 20, np.uint8)) for _ in range(7)]  # more than there is
     with make(False, [CountingEnv] * 2, Wide(), frames_per_batch=50) as collector:  # 20 MB each

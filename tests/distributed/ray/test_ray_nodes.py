@@ -31,6 +31,7 @@ def nodes():
     end(cluster.shutdown)
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
     nodes.add()
     second = nodes.add()
@@ -66,6 +67,7 @@ def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
     assert stats["lost"]["rollouts"] == 1
 
 
+@pytest.mark.usefixtures("far")
 def test_rollouts_weights_and_replayed_frames_cross_nodes(nodes):
     nodes.add()
     nodes.add()
