@@ -163,7 +163,7 @@ class RayLink:
             self.pid, self.host, node, handle = about
             actor = self._actor._actor_id.hex()[:8]
             self.name = f"actor {actor} on {self.host} ({node}), process {self.pid}"
-            with contextlib.suppress(OSError), self._lock:
+            with contextlib.suppress(OSError, AttributeError), self._lock:  # not on Linux
                 if handle is not None and not self._closed:
                     SharedMemory.opened(handle)  # it is this process, and no other of that number
                     self._process = os.pidfd_open(self.pid)
