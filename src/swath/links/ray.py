@@ -300,9 +300,7 @@ class RayLink:
         if expected is not None:
             now = monotonic()
             self._pace, self._came = (now - self._came if self._came else 0.0), now
-        if block is True and expected is not None:
-            expected.arrived()
-        elif block is not None and expected is not None:
+        if block is not None and expected is not None:
             expected.came(block)
         return pickle.loads(report)
 
@@ -413,8 +411,11 @@ class RayPort(Inbox):
             return self._reports.pop(turn)
 
     def send(self, message: Any, memory: SharedMemory | None = None) -> None:
-        """Let a report be taken, with a block, which must stay as it is until it was."""
-        block = None if memory is None else memory.foreign or memory.array
+        """Let a report be taken, with a block, which must stay as it is until it was.
+
+        Memory of your process need not travel.
+        """
+        block = None if memory is None or memory.foreign else memory.array
         with self._state:
             # As bytes: arrays inside would come out read-only, as Ray's do.
             self._reports[next(self._turns)] = pickle.dumps(message), block
