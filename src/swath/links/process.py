@@ -23,10 +23,62 @@ from swath.links.channel import Channel
 from swath.links.launch import ending, launch
 from swath.memory import SharedMemory
 
-__all__ = ["ProcessLink", "ProcessPort"]
+__all__ = ["ProcessLink", "ProcessPort", "Wire"]
 
 
-class ProcessLink:
+class Wire:
+    """Your process's end of a channel to a worker on this machine, and a flag that both see.
+
+    Args:
+        channel: To the worker, which waits for the flag.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        flag = SharedMemory(1)
+        self._flag = flag.array
+        self._send_at_first(flag)
+
+    def _send_at_first(self, flag: SharedMemory) -> None:
+        try:
+            self.send(None, [flag])
+        except EOFError:  # it has died already, as the next to listen will see
+            pass
+        flag.close_descriptor()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on for messages."""
+        return self._channel.fileno()
+
+    def send(
+        self,
+        message: Any,
+        memories: Sequence[SharedMemory] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Send a message, memory to map and open files; EOFError if the worker is gone."""
+        mapped: list[Any] = [memory.descriptor for memory in memories]
+        sizes = [memory.nbytes for memory in memories]
+        self._channel.send((message, sizes), [*mapped, *descriptors])
+
+    def receive(self) -> Any:
+        """Wait for a message and return it; EOFError if the worker is gone."""
+        return self._channel.receive()[0]
+
+    def waits(self) -> bool:
+        """Tell whether a message waits."""
+        return self._channel.waits()
+
+    def interrupt(self, on: bool = True) -> None:
+        """Ask the worker to end the rollout that it is in after the step that it is in."""
+        self._flag[0] = on
+
+    def close(self, timeout: float | None = None) -> None:
+        """Let go of the worker."""
+        self._channel.close()
+
+
+class ProcessLink(Wire):
     """Your process's end.
 
     Args:
@@ -40,45 +92,9 @@ class ProcessLink:
         self._process = launch(target, payload)
         self.pid, self.sentinel = self._process.pid, self._process.sentinel
         self.name, self.host = f"process {self.pid}", socket.gethostname()
-        flag = SharedMemory(1)
-        self._flag = flag.array
-        self._send_at_first(flag)
+        super().__init__(self._process.channel)
 
-    def _send_at_first(self, flag: SharedMemory) -> None:
-        try:
-            self.send(None, [flag])
-        except EOFError:  # it has died already, as the sentinel tells
-            pass
-        flag.close_descriptor()
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait on for messages."""
-        return self._process.channel.fileno()
-
-    def send(
-        self,
-        message: Any,
-        memories: Sequence[SharedMemory] = (),
-        descriptors: Sequence[int] = (),
-    ) -> None:
-        """Send a message, memory to map and open files; EOFError if the worker is gone."""
-        mapped: list[Any] = [memory.descriptor for memory in memories]
-        sizes = [memory.nbytes for memory in memories]
-        self._process.channel.send((message, sizes), [*mapped, *descriptors])
-
-    ask = send
-
-    def receive(self) -> Any:
-        """Wait for a message and return it; EOFError if the worker is gone."""
-        return self._process.channel.receive()[0]
-
-    def waits(self) -> bool:
-        """Tell whether a message waits."""
-        return self._process.channel.waits()
-
-    def interrupt(self, on: bool = True) -> None:
-        """Ask the worker to end the rollout that it is in after the step that it is in."""
-        self._flag[0] = on
+    ask = Wire.send
 
     def exit_code(self, timeout: float | None = 0.0) -> int | None:
         """Return how the process ended; None if it has not."""

@@ -11,10 +11,14 @@
 Calls of one link may overtake each other, so each has a number, and the port takes them in order;
 so do answers. Nobody polls: a call that ends rings a bell, in a thread of Ray's, and the crew waits
 for bells. A block comes as one numpy array in Ray's store, which is read-only: it is copied once,
-into the slab, and let go. An actor on this machine maps memory of this process instead, and only
-says that it is filled. Of weights only the newest matter: they go with the next order, or, if that
-is not near, by themselves, twice in a rollout at most. The place owns the actor; order of shutdown:
-`close` message, the end of `run`, or the time limit, then the actor is killed.
+into the slab, and let go. Of weights only the newest matter: they go with the next order, or, if
+that is not near, by themselves, twice in a rollout at most.
+
+An actor on this machine comes in by a door (`links/door.py`), and is then spoken with as a process
+is (`links/process.py`): it maps memory of this process, and Ray has only to say how it ends.
+
+The place owns the actor; order of shutdown: `close` message, the end of `run`, or the time limit,
+then the actor is killed.
 """
 
 from __future__ import annotations
@@ -31,12 +35,15 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any
 
 import numpy as np
 
 from swath.links.bell import Bell
+from swath.links.door import Door
+from swath.links.process import Wire
 from swath.links.remote import Expected, Inbox, Interrupt
 from swath.memory import SharedMemory
 
@@ -119,7 +126,7 @@ class RayLink:
         job: What its `run` is called with.
         where: Says in words why the actor has found no place yet.
         on_close: Called once the actor is let go.
-        probe: The handle of shared memory, to see whether the actor can map it.
+        door: By which it comes in if it is on this machine; the actor knows its name.
     """
 
     shares_memory = False
@@ -131,7 +138,7 @@ class RayLink:
         job: bytes,
         where: Callable[[], str],
         on_close: Callable[[], None],
-        probe: Any = None,
+        door: Door,
     ) -> None:
         self._actor, self._where, self._on_close = actor, where, on_close
         self.name = f"actor {actor._actor_id.hex()[:8]}, not placed"
@@ -140,40 +147,59 @@ class RayLink:
         self.attached: set[int] = set()
         """Numbers of the memory that the worker has, for who gives it some."""
         self._bell, self._lock = Bell(), threading.Lock()
+        self._ready: Any = self._bell  # what to wait on
+        if door.name is not None:
+            self._ready = select.epoll()
+            self._ready.register(self._bell, select.POLLIN)
         self._sends, self._numbers = threading.RLock(), itertools.count()
+        self._early: list[tuple[Any, ...]] | None = []  # until it is known how to speak with it
         self._newest: tuple[Any, Any] | None = None  # pushed, and not on its way yet
         self._pushing, self._sent = False, -math.inf  # is one on its way; when was one sent
         self._timer: threading.Timer | None = None  # that sends what was held back
         self._pace, self._came = 0.0, 0.0  # seconds between two rollouts, and when the last came
-        self._expected: deque[Expected | None] = deque()
+        self._expected: deque[Expected | None] = deque([None])
         self._answers: dict[int, Any] = {}
         self._arrived: deque[Any] = deque()
-        self._asked = self._heard = 0
+        self._asked, self._heard = 1, 0  # the first word of a worker answers nothing
         self._reason: str | None = None
         self._interrupted = self._closed = self._killed = False
         self._ended = threading.Event()
-        self._process: int | None = None  # its descriptor, if it maps memory of this process
-        self._known = threading.Event()
-        _when_done(actor.here.remote(probe), self._placed)
+        self._door = door
+        self._wire: Wire | None = None
+        self._process: int | None = None  # its descriptor, if it is on this machine
+        _when_done(actor.here.remote(), self._placed)
         _when_done(actor.run.remote(job), self._over)
-        self.expect()
 
     def _placed(self, about: Any, error: BaseException | None) -> None:
-        if error is None:
-            self.pid, self.host, node, handle = about
+        if error is not None:
+            self._answer(0, None, error)
+            return
+        with self._sends:
+            self.pid, self.host, node, knocked = about
             actor = self._actor._actor_id.hex()[:8]
             self.name = f"actor {actor} on {self.host} ({node}), process {self.pid}"
-            with contextlib.suppress(OSError, AttributeError), self._lock:  # not on Linux
-                if handle is not None and not self._closed:
-                    SharedMemory.opened(handle)  # it is this process, and no other of that number
-                    self._process = os.pidfd_open(self.pid)
-        self._known.set()
+            if knocked:
+                self._let_in()
+            self._door.close()
+            if not self.near:
+                call = self._actor.ask.remote(None, 0, None, ())
+                _when_done(call, functools.partial(self._answer, 0))
+            early, self._early = self._early or (), None
+            with contextlib.suppress(EOFError):
+                for send, *what in early:
+                    send(*what)
+
+    def _let_in(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if not self._closed:
+                channel, self._process = self._door.open()
+                self._wire = Wire(channel)
+                self._ready.register(self._wire, select.POLLIN)
 
     @property
     def near(self) -> bool:
-        """Whether the actor maps memory of this process; it has said so before it is asked."""
-        self._known.wait(1.0)
-        return self._process is not None
+        """Whether the actor maps memory of this process; known when it has said a word."""
+        return self._wire is not None
 
     def _end_here(self) -> None:
         """See the end of an actor that maps memory: it must not write there any more.
@@ -208,14 +234,14 @@ class RayLink:
         while self._heard in self._answers:
             self._arrived.append(self._answers.pop(self._heard))
             self._heard += 1
-        if self._reason is not None and self._heard == self._asked:
+        if self._reason is not None and (self.near or self._heard == self._asked):
             self._arrived.append(_END)
         if len(self._arrived) > before and not self._closed:
             self._bell.ring()  # only if there is something new: who hears it, takes one
 
     def fileno(self) -> int:
         """Return the descriptor to wait on for messages."""
-        return self._bell.fileno()
+        return self._ready.fileno()
 
     def _check(self) -> None:
         if self._reason is not None or not needed().is_initialized():
@@ -225,31 +251,36 @@ class RayLink:
         self._check()
         return method.remote(next(self._numbers), *arguments)
 
-    def send(self, message: Any, sizes: Sequence[int] = ()) -> None:
-        """Send a message, with memory for the worker to make; EOFError if it is gone."""
+    def send(self, message: Any, memory: Sequence[Any] = ()) -> None:
+        """Send a message, with memory of this process, or sizes of what the worker is to make.
+
+        The former is for one that is near. EOFError if the worker is gone.
+        """
         with self._sends:
-            self._call(self._actor.tell, message, sizes)
+            if self._early is not None:
+                self._early.append((self.send, message, memory))
+            elif self._wire is not None:
+                self._wire.send(message, memory)
+            else:
+                self._call(self._actor.tell, message, memory)
 
     def ask(
-        self, message: Any, sizes: Sequence[int] = (), expected: Expected | None = None
+        self, message: Any, memory: Sequence[Any] = (), expected: Expected | None = None
     ) -> None:
-        """Send a message that is answered, with a block if one is expected."""
+        """Send a message that is answered, with a block if one is expected; see `send`."""
         with self._sends:
-            turn, pushed = self._asked, self._newest or ()
-            call = self._call(self._actor.ask, turn, message, sizes, *pushed)
-            if pushed:
-                self._newest, self._sent = None, monotonic()
-            self._expected.append(expected)
-            self._asked += 1
-        _when_done(call, functools.partial(self._answer, turn))
-
-    def expect(self) -> None:
-        """Let a message come that answers none, such as the first word of a worker."""
-        with self._sends:
-            turn, self._asked = self._asked, self._asked + 1
-            self._expected.append(None)
-            call = self._actor.ask.remote(None, turn, None, ())
-        _when_done(call, functools.partial(self._answer, turn))
+            if self._early is not None:
+                self._early.append((self.ask, message, memory, expected))
+            elif self._wire is not None:
+                self._wire.send(message, memory)
+            else:
+                turn, pushed = self._asked, self._newest or ()
+                call = self._call(self._actor.ask, turn, message, memory, *pushed)
+                if pushed:
+                    self._newest, self._sent = None, monotonic()
+                self._expected.append(expected)
+                self._asked += 1
+                _when_done(call, functools.partial(self._answer, turn))
 
     def push(self, message: Any, block: Any) -> None:
         """Send a message that the worker reads even in a rollout, with an object.
@@ -286,6 +317,12 @@ class RayLink:
 
     def receive(self) -> Any:
         """Wait for a message, and put its block where it belongs; EOFError if it is gone."""
+        if self._early is not None:
+            wait([self.fileno()])
+        if self._wire is not None:
+            if self._reason is not None and not self._wire.waits():
+                raise EOFError(self._reason)
+            return self._wire.receive()
         self._bell.take()
         with self._lock:
             answer = self._arrived.popleft()
@@ -306,18 +343,24 @@ class RayLink:
 
     def waits(self) -> bool:
         """Tell whether a message waits."""
-        return bool(self._arrived)
+        return bool(self._arrived) or (self._wire is not None and self._wire.waits())
 
     def interrupt(self, on: bool = True) -> None:
         """Ask the worker to end the rollout that it is in after the step that it is in."""
-        if on != self._interrupted:
-            self._interrupted = on
-            with contextlib.suppress(EOFError):
-                self.send(Interrupt(on))
+        with self._sends:
+            if self._early is not None:
+                self._early.append((self.interrupt, on))
+            elif self._wire is not None:
+                self._wire.interrupt(on)
+            elif on != self._interrupted:
+                self._interrupted = on
+                with contextlib.suppress(EOFError):
+                    self.send(Interrupt(on))
 
     def ended(self) -> str:
         """Say how the worker ended, or why it has not begun."""
         if self._process is not None:
+            self._ended.wait(_ENDING / 1000)  # its connection has ended, which Ray hears of later
             self.kill()  # its worker has ended, the actor may not have
         if self.pid is None and (self._reason is None or self._killed):
             return self._where()
@@ -344,7 +387,8 @@ class RayLink:
             if self._timer is not None:
                 self._timer.cancel()
         if not closed:
-            self._bell.close()
+            for one in {self._door, self._wire, self._bell, self._ready} - {None}:
+                one.close()
             self._on_close()
 
 
@@ -411,11 +455,8 @@ class RayPort(Inbox):
             return self._reports.pop(turn)
 
     def send(self, message: Any, memory: SharedMemory | None = None) -> None:
-        """Let a report be taken, with a block, which must stay as it is until it was.
-
-        Memory of your process need not travel.
-        """
-        block = None if memory is None or memory.foreign else memory.array
+        """Let a report be taken, with a block, which must stay as it is until it was."""
+        block = None if memory is None else memory.array
         with self._state:
             # As bytes: arrays inside would come out read-only, as Ray's do.
             self._reports[next(self._turns)] = pickle.dumps(message), block

@@ -240,11 +240,6 @@ class RemoteLink:
             self._process.close(_LAST_WORDS if ended else 0.0)
 
 
-def _memory(wanted: Any) -> SharedMemory:
-    """Return new memory of a size, or that of your process, on the same machine."""
-    return SharedMemory(wanted) if isinstance(wanted, int) else SharedMemory.opened(wanted)
-
-
 class Inbox:
     """What has come to a worker with memory of its own; a thread puts it in, the worker reads."""
 
@@ -256,14 +251,14 @@ class Inbox:
         self.on_push: Callable[[Any, np.ndarray], None] | None = None
         """Called by the thread with what was pushed."""
 
-    def _put(self, message: Any, sizes: Sequence[Any], block: np.ndarray | None) -> None:
+    def _put(self, message: Any, sizes: Sequence[int], block: np.ndarray | None) -> None:
         if isinstance(message, Interrupt):
             self._flag = message.on
         elif block is not None:
             assert self.on_push is not None
             self.on_push(message, block)
         else:
-            self._inbox.put((message, [_memory(size) for size in sizes]))
+            self._inbox.put((message, [SharedMemory(size) for size in sizes]))
 
     def receive(self) -> tuple[Any, list[Any]]:
         """Wait for a message and return it with the memory that was asked for."""

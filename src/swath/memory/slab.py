@@ -19,7 +19,6 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
-from secrets import token_hex
 from typing import Any, Protocol
 
 import numpy as np
@@ -144,29 +143,11 @@ class SharedMemory(_ArrayMemory):
 
     def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
         self.nbytes = nbytes
-        self.foreign = descriptor is not None
-        """Another process made it."""
         self.descriptor: int | None = _anonymous(nbytes) if descriptor is None else descriptor
         # Not by `mmap`, which keeps a descriptor of its own for as long as the memory lives.
         path = f"{_DESCRIPTORS}/{self.descriptor}"
         block = torch.from_file(path, shared=True, size=max(nbytes, 1), dtype=torch.uint8)
         self.array = block.numpy()[:nbytes]
-
-    @property
-    def handle(self) -> tuple[int, int | None, str, int]:
-        """What `opened` needs, in another process, for as long as there is a descriptor."""
-        name = os.readlink(f"{_DESCRIPTORS}/{self.descriptor}")
-        return os.getpid(), self.descriptor, name, self.nbytes
-
-    @classmethod
-    def opened(cls, handle: tuple[int, int | None, str, int]) -> SharedMemory:
-        """Map memory of another process of this user and machine; OSError if it is none."""
-        process, number, name, nbytes = handle
-        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-        if os.readlink(f"{_DESCRIPTORS}/{descriptor}") != name:  # its number is another file's
-            os.close(descriptor)
-            raise FileNotFoundError(f"{name} is gone")
-        return cls(nbytes, descriptor)
 
     def close_descriptor(self) -> None:
         """Give the descriptor back; the memory stays mapped."""
@@ -181,7 +162,7 @@ class SharedMemory(_ArrayMemory):
 
 def _anonymous(nbytes: int) -> int:
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(f"swath-{token_hex(8)}", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("swath", os.MFD_CLOEXEC)
     else:  # macOS: a file that is deleted at once
         descriptor, path = tempfile.mkstemp()
         os.unlink(path)

@@ -201,6 +201,11 @@ class WeightBlock:
                 self._words[reader] = word
             self._later.clear()
 
+    def follow(self, reader: int, other: int) -> None:
+        """Direct a reader to where another one is directed to."""
+        with self._publishing:
+            self._words[reader] = self._words[other]
+
     def newest(self, reader: int) -> int:
         """Return the version that a reader is directed to."""
         return int(self._words[reader]) // self._count

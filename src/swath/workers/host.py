@@ -5,6 +5,7 @@ Ray imports this file to make the actor, so it imports nothing that is heavy bef
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -19,33 +20,40 @@ __all__ = ["Host"]
 class Host:
     """An actor with a worker; all its methods are called by a `RayLink`."""
 
-    def __init__(self, paths: Sequence[str] = ()) -> None:
+    def __init__(self, paths: Sequence[str] = (), door: str | None = None) -> None:
         sys.path.extend(path for path in paths if path not in sys.path)
         preload()
+        from swath.links.door import knock
         from swath.links.ray import RayPort
 
-        self._port = RayPort()
+        self._port, self._channel = RayPort(), knock(door)
 
-    def here(self, probe: Any = None) -> tuple[int, str, str, Any]:
-        """Return process, host and address, and memory of its own if it can map that of `probe`."""
+    def here(self) -> tuple[int, str, str, bool]:
+        """Return process, host and address, and whether it has knocked at a door."""
         import ray
-        from swath.memory import SharedMemory
 
-        try:
-            self._mapped = None if probe is None else SharedMemory.opened(probe)
-        except OSError:
-            self._mapped = None
-        handle = None if self._mapped is None else self._mapped.handle
-        return os.getpid(), socket.gethostname(), ray.util.get_node_ip_address(), handle
+        address = ray.util.get_node_ip_address()
+        return os.getpid(), socket.gethostname(), address, self._channel is not None
 
     def run(self, job: bytes) -> None:
         """Be a worker until a message ends it."""
         from swath.workers.body import serve
 
         try:
-            serve(self._port, job)
+            serve(self._entered(), job)
         finally:
             self._port.close()
+            if self._channel is not None:
+                self._channel.close()
+
+    def _entered(self) -> Any:
+        """Return the port: that of a process, if it was let in."""
+        from swath.links import ProcessPort
+
+        if self._channel is not None:
+            with contextlib.suppress(EOFError):
+                return ProcessPort(self._channel)
+        return self._port
 
     def tell(self, number: int, message: Any, sizes: Sequence[int]) -> None:
         """Take a message."""

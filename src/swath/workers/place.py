@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from swath.workers.messages import Attach, Collect, Detach, Weights
 if TYPE_CHECKING:
     from swath.workers.crew import Crew
 
-__all__ = ["LocalPlace", "Numbered", "Place", "Publisher", "Slabs"]
+__all__ = ["LocalPlace", "Place", "Publisher", "SharedSlabs", "Slabs"]
 
 _OPEN_DESCRIPTORS = 64
 
@@ -118,7 +118,7 @@ class LocalPlace:
 
     def slabs(self, crew: Crew) -> Slabs:
         """Return slabs in shared memory."""
-        return _SharedSlabs(crew)
+        return SharedSlabs(crew)
 
     def weights(self, crew: Crew, spec: WeightSpec) -> Publisher:
         """Return a block in shared memory."""
@@ -128,38 +128,21 @@ class LocalPlace:
         """Nothing: the fork server serves others, too."""
 
 
-class Numbered:
+class SharedSlabs:
     """Slabs in shared memory, each with a number from `first` on, while somebody has them."""
 
-    def __init__(self, first: int = 0) -> None:
-        self._numbers = itertools.count(first)
+    def __init__(self, crew: Crew, first: int = 0) -> None:
+        self._crew, self._numbers = crew, itertools.count(first)
         self._alive: dict[int, tuple[Any, int]] = {}
         self._unused: deque[Any] = deque()
+        self._described: deque[Any] = deque()
 
-    def __len__(self) -> int:
-        return len(self._alive)
-
-    def make(self, layout: Layout) -> Slab:
-        """Return a new one."""
+    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
+        """Return a slab; see `Slabs`."""
         slab = Slab(layout, SharedMemory(layout.nbytes))
         slab.number = next(self._numbers)
         alive = weakref.ref(slab, self._unused.append)  # no Python code: Ctrl-C would be lost there
         self._alive[id(alive)] = (alive, slab.number)
-        return slab
-
-    def gone(self) -> Iterator[int]:
-        """Yield numbers of those that nobody has any more, once."""
-        while self._unused:
-            yield self._alive.pop(id(self._unused.popleft()))[1]
-
-
-class _SharedSlabs:
-    def __init__(self, crew: Crew) -> None:
-        self._crew, self._numbered = crew, Numbered()
-        self._described: deque[Any] = deque()
-
-    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
-        slab = self._numbered.make(layout)
         for worker, span in spans.items():
             self.share(slab, worker, span)
         self._described.append(slab.memory)
@@ -167,22 +150,33 @@ class _SharedSlabs:
             self._described.popleft().close_descriptor()
         return slab
 
+    def _sees(self, worker: int) -> bool:
+        """Tell whether a worker maps slabs."""
+        return True
+
     def share(self, slab: Slab, worker: int, span: tuple[int, int]) -> None:
-        message = Attach(slab.number, slab.layout, *span)
-        self._crew.tell(worker, message, [slab.memory])
+        """Let a worker map a slab."""
+        if self._sees(worker):
+            self._crew.tell(worker, Attach(slab.number, slab.layout, *span), [slab.memory])
 
     def can_share(self, slab: Slab) -> bool:
+        """Tell whether a further worker could map it."""
         return slab.memory.descriptor is not None  # type: ignore[attr-defined]
 
     def order(self, worker: int, slab: Slab, span: tuple[int, int], steps: int) -> None:
+        """Order a rollout into a slab that the worker maps."""
         self._crew.order(worker, Collect(slab.number, steps))
 
     def tidy(self) -> None:
-        for number in self._numbered.gone():
+        """Tell workers which slabs are gone."""
+        while self._unused:
+            _, number = self._alive.pop(id(self._unused.popleft()))
             for worker in list(self._crew.links):
-                self._crew.tell(worker, Detach(number))
+                if self._sees(worker):
+                    self._crew.tell(worker, Detach(number))
 
     def close(self) -> None:
+        """Let go of what is shared; slabs that somebody holds stay as they are."""
         for memory in self._described:
             memory.close_descriptor()
 

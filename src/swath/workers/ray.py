@@ -2,8 +2,9 @@
 
 ```
  your process                          Ray                        an actor, on any node
-   RayPlace -- resources, placement --> finds a node, starts it --> Host: RayPort, Worker in run()
-   RayWeights -- one object per version, however many actors ----->
+   RayPlace -- resources, placement --> finds a node, starts it --> Host: a port, Worker in run()
+   RayWeights -- one object per version, however many actors -----> elsewhere
+              ---- one block that all of them read ---------------> on this machine
 ```
 
 The place owns the actors' options and its stay in the cluster; the crew owns the links. Ray does
@@ -22,13 +23,14 @@ import numpy as np
 
 from swath.errors import UsageError
 from swath.links import Link
+from swath.links.door import Door
 from swath.links.ray import RayLink, leave, needed
-from swath.memory import Layout, SharedMemory, Slab
-from swath.memory.weights import WeightSpec
+from swath.memory import Slab
+from swath.memory.weights import WeightBlock, WeightSpec
 from swath.workers.host import Host
-from swath.workers.messages import Collect, Detach
-from swath.workers.place import Numbered, Publisher, Slabs
-from swath.workers.remote import IN_FLIGHT, Part, RemoteSlabs, RemoteWeights
+from swath.workers.messages import Publish, Weights
+from swath.workers.place import Publisher, SharedSlabs, Slabs
+from swath.workers.remote import IN_FLIGHT, RemoteSlabs, RemoteWeights
 
 if TYPE_CHECKING:
     from swath.workers.crew import Crew
@@ -39,8 +41,8 @@ _THREADS = 8
 """One runs the worker, one waits for each report that is owed, one takes orders; some to spare."""
 _INLINE = 100 * 1024
 """Bytes up to which Ray sends an argument with the call."""
-_MAPPED = 64
-"""Slabs that actors may map at a time; each takes a descriptor."""
+_READERS = 16
+"""Actors that take weights from one block."""
 _UNITS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 
 
@@ -60,8 +62,6 @@ class RayPlace:
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], limit: float | None) -> None:
         self._configs, self.launch_limit = configs, limit
-        self.probe = SharedMemory(1)
-        """What actors on this machine can map."""
         self._links, self._closed, self._lock = 0, False, threading.Lock()
         try:
             kinds = [needed().remote(Host).options(**_options(one)) for one in configs]
@@ -77,9 +77,9 @@ class RayPlace:
         with self._lock:
             self._links += 1
         needs = needs_of(self._configs[number % len(self._configs)])
-        actor = self._kinds[number % len(self._kinds)].remote(sys.path)
-        probe = self.probe.handle
-        return RayLink(actor, payload, lambda: self._unplaced(needs), self._let_go, probe)
+        door = Door()
+        actor = self._kinds[number % len(self._kinds)].remote(sys.path, door.name)
+        return RayLink(actor, payload, lambda: self._unplaced(needs), self._let_go, door)
 
     def _unplaced(self, needs: Mapping[str, float]) -> str:
         ray = needed()
@@ -96,7 +96,7 @@ class RayPlace:
         return _RaySlabs(crew)
 
     def weights(self, crew: Crew, spec: WeightSpec) -> Publisher:
-        """Return what puts each version into Ray's store, once."""
+        """Return what brings each version to all actors, copied once."""
         return _RayWeights(crew, spec)
 
     def close(self) -> None:
@@ -119,42 +119,64 @@ def _options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "max_concurrency": _THREADS, "max_restarts": 0, "max_task_retries": 0}
 
 
-class _RaySlabs(RemoteSlabs):
-    """Slabs that actors on this machine map and fill; those of others travel, and are copied."""
+class _RaySlabs(SharedSlabs, RemoteSlabs):
+    """Slabs that actors on this machine map and fill; what others fill travels, and is copied."""
 
     def __init__(self, crew: Crew) -> None:
-        super().__init__(crew)
-        self._numbered = Numbered(IN_FLIGHT)
+        SharedSlabs.__init__(self, crew, IN_FLIGHT)  # smaller numbers are of actors' own memory
+        RemoteSlabs.__init__(self, crew)
 
-    def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
-        if len(self._numbered) < _MAPPED and any(self._near(worker) for worker in spans):
-            return self._numbered.make(layout)
-        return super().make(layout, spans)
-
-    def _near(self, worker: int) -> bool:
+    def _sees(self, worker: int) -> bool:
         link: Any = self._crew.links.get(worker)
         return link is not None and link.near
 
     def order(self, worker: int, slab: Slab, span: tuple[int, int], steps: int) -> None:
-        memory = slab.memory
-        if not (isinstance(memory, SharedMemory) and self._near(worker)):
-            return super().order(worker, slab, span, steps)
-        self._attach(worker, slab.number, slab.layout, span, memory.handle)
-        self._crew.order(worker, Collect(slab.number, steps), (), Part(slab, span, slab))
-
-    def tidy(self) -> None:
-        for number in self._numbered.gone():
-            links: Any = list(self._crew.links.items())
-            for worker, link in links:
-                if number in link.attached:
-                    link.attached.discard(number)
-                    self._crew.tell(worker, Detach(number))
+        kind = SharedSlabs if self._sees(worker) else RemoteSlabs
+        kind.order(self, worker, slab, span, steps)
 
 
 class _RayWeights(RemoteWeights):
-    def _block(self) -> np.ndarray:
-        # Ray's store copies; memory that was written before need not come from the system.
-        return self._newest if self._newest.nbytes > _INLINE else super()._block()
+    """Weights in Ray's store for actors elsewhere, in memory that all see for those here.
 
-    def _parcel(self, block: np.ndarray) -> Any:
-        return block if block.nbytes <= _INLINE else needed().put(block)
+    An actor that is started again may be elsewhere; what each is to have is kept until then.
+    """
+
+    def __init__(self, crew: Crew, spec: WeightSpec) -> None:
+        super().__init__(crew, spec)
+        self._blocks: dict[int, WeightBlock] = {}
+        self._written: dict[int, tuple[Publish, int]] = {}  # what a block has, and who was first
+        self._stored: tuple[Any, Any] = None, None  # a version, and the same in Ray's store
+
+    def begin(self, worker: int) -> None:
+        link: Any = self._crew.links[worker]
+        if link.near:
+            group, reader = divmod(worker, _READERS)
+            if group not in self._blocks:
+                self._blocks[group] = WeightBlock(self._spec, _READERS)
+            memory = self._blocks[group].memory
+            self._crew.tell(worker, Weights(self._spec, _READERS, reader), [memory])
+        super().begin(worker)
+
+    def _send(self, link: Any, worker: int, message: Publish, block: np.ndarray) -> None:
+        if link.near:
+            self._write(*divmod(worker, _READERS), message, block)
+        elif block.nbytes <= _INLINE:
+            link.push(message, block)
+        else:
+            if self._stored[0] is not block:
+                self._stored = block, needed().put(block)
+            link.push(message, self._stored[1])
+
+    def _write(self, group: int, reader: int, message: Publish, block: np.ndarray) -> None:
+        shared, (written, first) = self._blocks[group], self._written.get(group, (None, 0))
+        if written is message:
+            shared.follow(reader, first)
+        else:
+            given = self._spec.unflatten(block)
+            given = {name: one for name, one in given.items() if name not in message.missing}
+            shared.publish(given, message.version, [reader])
+            self._written[group] = message, reader
+
+    def close(self) -> None:
+        for block in self._blocks.values():
+            block.memory.close_descriptor()  # type: ignore[attr-defined]

@@ -40,7 +40,6 @@ __all__ = [
     "IN_FLIGHT",
     "Invitation",
     "Launcher",
-    "Part",
     "RemotePlace",
     "Started",
     "join",
@@ -228,7 +227,7 @@ class RemotePlace:
 
 
 @dataclass
-class Part:
+class _Part:
     """Where a rollout goes that comes as one block: a slab, or some envs of one."""
 
     slab: Slab
@@ -280,7 +279,7 @@ class RemoteSlabs:
         turn = self._turns[worker] = (self._turns.get(worker, 0) + 1) % IN_FLIGHT
         own = slab if span == (0, slab.layout.envs) else self._staged(worker, turn, slab, span)
         self._attach(worker, turn, own.layout, (0, own.layout.envs), own.layout.nbytes)
-        self._crew.order(worker, Collect(turn, steps), (), Part(slab, span, own))
+        self._crew.order(worker, Collect(turn, steps), (), _Part(slab, span, own))
 
     def _attach(
         self, worker: int, number: int, layout: Layout, span: tuple[int, int], memory: Any
@@ -316,8 +315,8 @@ class RemoteWeights:
         self._lock = threading.RLock()
         self._newest = np.zeros(spec.nbytes, np.uint8)
         self._missing = spec.optional
-        self._current: dict[int, tuple[Publish, Any]] = {}
-        self._later: dict[int, tuple[Publish, Any]] = {}
+        self._current: dict[int, tuple[Publish, np.ndarray]] = {}
+        self._later: dict[int, tuple[Publish, np.ndarray]] = {}
 
     def begin(self, worker: int) -> None:
         """Let a worker have what is published, from now on, and what is current."""
@@ -332,23 +331,15 @@ class RemoteWeights:
     ) -> None:
         """Copy weights into one block and send it to these workers, or `later`."""
         fitting = self._spec.fit(source)
-        block, before = self._block(), self._spec.unflatten(self._newest)
+        block = np.empty(self._spec.nbytes, np.uint8)
+        before = self._spec.unflatten(self._newest)
         for name, view in self._spec.unflatten(block).items():
-            if name in fitting or block is not self._newest:
-                view.copy_(fitting.get(name, before[name]))
+            view.copy_(fitting.get(name, before[name]))
         self._newest, self._missing = block, self._missing - set(fitting)
-        what = Publish(version, self._missing), self._parcel(block)
+        what = Publish(version, self._missing), block
         self._later.update(dict.fromkeys(workers, what))
         if not later:
             self.direct()
-
-    def _block(self) -> np.ndarray:
-        """Return memory for a version; that of the newest, where links do not hold it."""
-        return np.empty(self._spec.nbytes, np.uint8)
-
-    def _parcel(self, block: np.ndarray) -> Any:
-        """Return a block as links take it."""
-        return block
 
     def direct(self) -> None:
         """Send what was published for later."""
@@ -358,12 +349,15 @@ class RemoteWeights:
             for worker, what in later.items():
                 self._push(worker, *what)
 
-    def _push(self, worker: int, message: Publish, block: Any) -> None:
+    def _push(self, worker: int, message: Publish, block: np.ndarray) -> None:
         link: Any = self._crew.links.get(worker)
         begun = link is not None and link is self._begun.get(worker)
         if begun:  # not while it is being started
             with contextlib.suppress(EOFError):  # the next wait says so
-                link.push(message, block)
+                self._send(link, worker, message, block)
+
+    def _send(self, link: Any, worker: int, message: Publish, block: np.ndarray) -> None:
+        link.push(message, block)
 
     def close(self) -> None:
         """Nothing is shared."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ray_kit import LEAN, command, descendants, end
 
-from swath.memory import SharedMemory
+from swath.links.door import Door
 
 for _folder in ("collectors", "links"):  # their kits, in actors too
     sys.path.insert(0, str(Path(__file__).parents[2] / _folder))
@@ -41,13 +41,18 @@ def cluster():
 
 @pytest.fixture
 def far(monkeypatch):
-    """Let no actor map memory of this process, as if all were on other machines."""
-    monkeypatch.setattr(SharedMemory, "handle", None)
+    """Let no actor come in by a door, as if all were on other machines."""
+    monkeypatch.setattr(Door, "__init__", nowhere)
+
+
+def nowhere(door):
+    """Make a door that leads nowhere, as on systems that have none."""
+    door.name = door._socket = None
 
 
 @pytest.fixture(params=["near", "far"])
 def anywhere(request):
-    """Run a test with actors that map memory, and with actors that do not."""
+    """Run a test with actors that come in by a door, and with actors that do not."""
     if request.param == "far":
         request.getfixturevalue("far")
 

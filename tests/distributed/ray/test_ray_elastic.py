@@ -19,6 +19,7 @@ def stamps(batches):
     return {row[0] for batch in batches for row in kit.rows(batch)}
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_async_actors_are_added_and_removed_while_others_deliver():
     policy, batches = kit.Telling(), []
 
@@ -51,6 +52,7 @@ def test_async_actors_are_added_and_removed_while_others_deliver():
     assert len(collector.stats()["lost"]["trajectories"]) == 2  # those of the removed, unfinished
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_sync_batches_grow_and_shrink():
     with RayCollector([CountingEnv] * 2, frames_per_batch=20, sync=True) as collector:
         batches = [collector.next()]

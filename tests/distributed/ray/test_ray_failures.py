@@ -60,6 +60,7 @@ def test_a_killed_actor_is_replaced_with_current_weights_and_fresh_streams(sync,
     assert len({row[0] for batch in batches for row in kit.rows(batch)}) == 3
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_an_actor_that_is_killed_through_ray_while_idle_is_replaced(cluster):
     with make(True, [CountingEnv] * 2) as collector:
         batches = [collector.next()]
@@ -107,6 +108,7 @@ def test_resources_that_nobody_has_are_an_error_in_time():
         make(True, [CountingEnv], **options)
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_an_env_that_raises_is_told_with_actor_host_env_and_step():
     makers = [CountingEnv, [CountingEnv, lambda: CrashingEnv(at_step=25)]]
     with make(False, makers, on_worker_failure="raise", seed=3) as collector:
@@ -135,6 +137,7 @@ def test_an_env_that_cannot_be_made_and_a_policy_that_cannot_travel():
 lock = threading.Lock()
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_too_many_deaths_end_the_run_with_words():
     def maker():
         return kit.Broken("step", 25, kit.kill(signal.SIGKILL))
@@ -162,6 +165,7 @@ def test_a_full_object_store_slows_but_loses_nothing(cluster):
     assert all(int(cluster.get(one)[-1]) == 1 for one in held)
 
 
+@pytest.mark.usefixtures("anywhere")
 @KINDS
 def test_shutdown_ends_actors_in_the_middle_of_a_batch_from_another_thread(sync):
     collector = make(sync, [lambda: SlowEnv(0.02)] * 2, frames_per_batch=4000)

@@ -14,6 +14,7 @@ import pytest
 
 from swath.links import pack, unpack
 from swath.links import ray as module
+from swath.links.door import Door
 from swath.links.ray import RayLink
 from swath.memory import HeapMemory
 from swath.workers.host import Host
@@ -43,15 +44,17 @@ def link_to(cluster):
     def make(function, **options):
         class Runs(Host):
             def run(self, job):
-                unpack(job)(self._port)
+                unpack(job)(self._entered())
 
         kind = cluster.remote(max_concurrency=8, num_cpus=1, **options)(Runs)
-        links.append(
-            RayLink(kind.remote(sys.path), pack(function, "it"), lambda: "no place", lambda: None)
-        )
-        links[-1].ask("first")  # the link expects a first word of every worker
-        assert links[-1].receive() is not None
-        return links[-1]
+        door = Door()
+        actor = kind.remote(sys.path, door.name)
+        link = RayLink(actor, pack(function, "it"), lambda: "no place", lambda: None, door)
+        links.append(link)
+        link.ask("first")  # the link expects a first word of every worker
+        assert link.receive() is not None
+        assert link.near == (door.name is not None)
+        return link
 
     yield make
     for link in links:
@@ -101,6 +104,7 @@ def work(port):
         port.send(("interrupted", message))
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_messages_of_any_size_in_order_and_one_answer_for_each(link_to):
     link = link_to(echo)
     assert link.receive() == "first"
@@ -113,6 +117,7 @@ def test_messages_of_any_size_in_order_and_one_answer_for_each(link_to):
     assert not ready(link, 0.05)
 
 
+@pytest.mark.usefixtures("far")
 def test_blocks_are_there_when_their_message_is(link_to):
     link, held = link_to(fill), [Held(), Held()]
     assert link.receive() == "first"
@@ -129,6 +134,7 @@ def test_blocks_are_there_when_their_message_is(link_to):
     assert [one.times for one in held] == [15, 15]
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_an_interrupt_reaches_a_worker_at_work_and_can_be_taken_back(link_to):
     link = link_to(work)
     assert link.receive() == "first"
@@ -140,6 +146,7 @@ def test_an_interrupt_reaches_a_worker_at_work_and_can_be_taken_back(link_to):
         assert link.receive() == ("interrupted", number)
 
 
+@pytest.mark.usefixtures("far")
 def test_the_newest_block_arrives_whole_and_with_what_is_asked_next(link_to, cluster):
     link, pushed = link_to(take), []
     assert link.receive() == []
@@ -152,6 +159,7 @@ def test_the_newest_block_arrives_whole_and_with_what_is_asked_next(link_to, clu
             assert link.receive() == pushed
 
 
+@pytest.mark.usefixtures("far")
 def test_blocks_reach_a_worker_at_work_the_newest_last(link_to):
     def until_the_last(port):
         seen, last = [], threading.Event()
@@ -179,6 +187,7 @@ def test_blocks_reach_a_worker_at_work_the_newest_last(link_to):
     assert seen[-1] == 99
 
 
+@pytest.mark.usefixtures("far")
 def test_where_orders_are_near_blocks_go_with_them_and_cost_no_call(link_to, monkeypatch):
     def tell_the_newest(port):
         newest = []
@@ -213,6 +222,7 @@ def test_where_orders_are_near_blocks_go_with_them_and_cost_no_call(link_to, mon
     assert all(newest[0] >= version for version, newest in enumerate(told[2:]))
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_the_death_of_a_worker_is_noticed_at_once_and_told(link_to):
     link = link_to(echo)
     assert link.receive() == "first"
@@ -225,10 +235,12 @@ def test_the_death_of_a_worker_is_noticed_at_once_and_told(link_to):
     for call in (link.send, link.ask):
         with pytest.raises(EOFError):
             call("still there?")
-    with pytest.raises(EOFError):
-        link.push(0, kit.block_of(0))
+    if not link.near:
+        with pytest.raises(EOFError):
+            link.push(0, kit.block_of(0))
 
 
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("body", [echo, kit.ignore])
 def test_shutdown_is_bounded_whatever_the_worker_does(link_to, body):
     def hello_then(port):
@@ -249,7 +261,7 @@ def test_shutdown_is_bounded_whatever_the_worker_does(link_to, body):
 
 def test_an_actor_without_a_place_says_so(link_to, cluster):
     kind = cluster.remote(resources={"unicorn": 1})(Host)
-    link = RayLink(kind.remote(), b"", lambda: "has no place", lambda: None)
+    link = RayLink(kind.remote(), b"", lambda: "has no place", lambda: None, Door())
     assert not ready(link, 0.2)
     assert (link.pid, link.host, link.ended()) == (None, None, "has no place")
     link.kill()
