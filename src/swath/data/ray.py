@@ -21,7 +21,8 @@ from tensordict import TensorDict, TensorDictBase
 from swath.data.replay import ReplayBuffer
 from swath.errors import UsageError, WorkerError
 from swath.links import pack
-from swath.links.ray import enter, leave, needed, writable
+from swath.links.calls import writable
+from swath.links.cluster import enter, leave, needed
 
 __all__ = ["RayReplayBuffer"]
 

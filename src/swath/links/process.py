@@ -61,6 +61,12 @@ class Wire:
         sizes = [memory.nbytes for memory in memories]
         self._channel.send((message, sizes), [*mapped, *descriptors])
 
+    def ask(
+        self, message: Any, memories: Sequence[SharedMemory] = (), expected: Any = None
+    ) -> None:
+        """Send a message that is answered; what is expected is in memory that both see."""
+        self.send(message, memories)
+
     def receive(self) -> Any:
         """Wait for a message and return it; EOFError if the worker is gone."""
         return self._channel.receive()[0]
@@ -93,8 +99,6 @@ class ProcessLink(Wire):
         self.pid, self.sentinel = self._process.pid, self._process.sentinel
         self.name, self.host = f"process {self.pid}", socket.gethostname()
         super().__init__(self._process.channel)
-
-    ask = Wire.send
 
     def exit_code(self, timeout: float | None = 0.0) -> int | None:
         """Return how the process ended; None if it has not."""

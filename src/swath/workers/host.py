@@ -23,8 +23,8 @@ class Host:
     def __init__(self, paths: Sequence[str] = (), door: str | None = None) -> None:
         sys.path.extend(path for path in paths if path not in sys.path)
         preload()
+        from swath.links.calls import RayPort
         from swath.links.door import knock
-        from swath.links.ray import RayPort
 
         self._port, self._channel = RayPort(), knock(door)
 

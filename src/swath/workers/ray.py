@@ -23,8 +23,9 @@ import numpy as np
 
 from swath.errors import UsageError
 from swath.links import Link
+from swath.links.cluster import leave, needed
 from swath.links.door import Door
-from swath.links.ray import RayLink, leave, needed
+from swath.links.ray import RayLink
 from swath.memory import Slab
 from swath.memory.weights import WeightBlock, WeightSpec
 from swath.workers.host import Host

@@ -12,8 +12,7 @@ import time
 import contract_kit as kit
 import pytest
 
-from swath.links import pack, unpack
-from swath.links import ray as module
+from swath.links import calls, pack, unpack
 from swath.links.door import Door
 from swath.links.ray import RayLink
 from swath.memory import HeapMemory
@@ -207,8 +206,8 @@ def test_where_orders_are_near_blocks_go_with_them_and_cost_no_call(link_to, mon
 
     link = link_to(tell_the_newest)
     assert link.receive() == []
-    monkeypatch.setattr(module, "_NEAR", 1000.0)
-    counted = link._actor = Counted(link._actor)
+    monkeypatch.setattr(calls, "_NEAR", 1000.0)
+    counted = link._talk._actor = Counted(link._actor)
     for _ in range(2):
         link.ask("roll", (), Held())
     told = []
@@ -217,7 +216,7 @@ def test_where_orders_are_near_blocks_go_with_them_and_cost_no_call(link_to, mon
         link.push(version, kit.block_of(version))
         link.ask("roll", (), Held())
     told += [link.receive(), link.receive()]
-    link._actor = counted.actor
+    link._talk._actor = counted.actor
     assert counted.names.count("push") <= 1  # before it was known how near they are
     assert all(newest[0] >= version for version, newest in enumerate(told[2:]))
 

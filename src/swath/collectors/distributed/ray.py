@@ -16,7 +16,7 @@ from swath.collectors.distributed.paired import PairedCollector, paired
 from swath.collectors.jobs import node_options
 from swath.collectors.options import Options
 from swath.errors import UsageError
-from swath.links.ray import enter, leave, needed
+from swath.links.cluster import enter, leave, needed
 from swath.workers.place import Place
 from swath.workers.ray import RayPlace, needs_of
 
