@@ -38,11 +38,13 @@ WORKS = {
     "pixels-8": pixels(8),
 }
 SWATH, PROCESSES = "swath ray", "swath processes"
+ELSEWHERE = "swath elsewhere"
+"""Actors that find no door of the driver's, as on other machines: all goes through Ray."""
 TORCHRL, TORCHRL_PROCESSES = "torchrl Ray", "torchrl processes"
 RLLIB = "rllib env runners"
 HANDS = "hand loops"
-NAMES = (SWATH, PROCESSES, TORCHRL, TORCHRL_PROCESSES, RLLIB, HANDS)
-PUBLISHERS = (SWATH, TORCHRL, RLLIB)
+NAMES = (SWATH, ELSEWHERE, PROCESSES, TORCHRL, TORCHRL_PROCESSES, RLLIB, HANDS)
+PUBLISHERS = (SWATH, ELSEWHERE, TORCHRL, RLLIB)
 MEGABYTES = (1, 10, 100)
 PUBLISHES = 10
 Round = dict[str, dict[str, Any]]
@@ -73,15 +75,25 @@ def lean(cpus: int) -> dict[str, Any]:
     }
 
 
+class _NoDoor:
+    name = None
+
+    def close(self) -> None:
+        pass
+
+
 def make_swath(name: str, work: Work, sync: bool, workers: int) -> Any:
     from swath.collectors import MultiAsyncCollector, MultiSyncCollector
     from swath.collectors.distributed import RayCollector
+    from swath.workers import ray as place
 
     makers = [[work.make] * work.num_envs if work.num_envs > 1 else work.make] * workers
     frames = work.frames_per_batch * (workers if sync else 1)
     if name == PROCESSES:
         kind = MultiSyncCollector if sync else MultiAsyncCollector
         return kind(makers, work.policy(), frames_per_batch=frames)
+    if name == ELSEWHERE:
+        place.Door = _NoDoor
     return RayCollector(
         makers, work.policy(), sync=sync, frames_per_batch=frames, ray_init_config=lean(workers)
     )
@@ -126,7 +138,7 @@ def make_rllib(name: str, work: Work, sync: bool, workers: int) -> Any:
 
 
 def make(name: str, work: Work, sync: bool, workers: int) -> Any:
-    kinds = {SWATH: make_swath, PROCESSES: make_swath, RLLIB: make_rllib}
+    kinds = dict.fromkeys((SWATH, ELSEWHERE, PROCESSES), make_swath) | {RLLIB: make_rllib}
     return kinds.get(name, make_torchrl)(name, work, sync, workers)
 
 
