@@ -7,7 +7,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["enter", "leave", "needed"]
+from swath.errors import ClosedError
+
+__all__ = ["check_alive", "enter", "leave", "needed"]
 
 _users, _entering = 0, threading.Lock()
 
@@ -55,3 +57,9 @@ def leave() -> None:
             _users -= 1
             if not _users and needed().is_initialized():
                 needed().shutdown()
+
+
+def check_alive() -> None:
+    """Raise if somebody has ended Ray in this process: a call would start another, or hang."""
+    if not needed().is_initialized():
+        raise ClosedError("Ray was shut down under this collector.")

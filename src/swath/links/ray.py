@@ -184,7 +184,7 @@ class RayLink:
 
     def ended(self) -> str:
         """Say how the worker ended, or why it has not begun."""
-        if self.pid is not None:
+        if self.pid is not None and needed().is_initialized():
             self._ended.wait(_ENDING / 1000)  # Ray may be the last to hear of it
         if self._process is not None:
             self.kill()  # its worker has ended, the actor may not have

@@ -23,7 +23,7 @@ import numpy as np
 
 from swath.errors import UsageError
 from swath.links import Link
-from swath.links.cluster import leave, needed
+from swath.links.cluster import check_alive, leave, needed
 from swath.links.door import Door
 from swath.links.ray import RayLink
 from swath.memory import Slab
@@ -72,6 +72,7 @@ class RayPlace:
 
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Ask Ray for actors; none is waited for."""
+        check_alive()
         return {number: self._launched(number, payload) for number, payload in payloads.items()}
 
     def _launched(self, number: int, payload: bytes) -> RayLink:

@@ -75,6 +75,16 @@ def test_a_script_starts_a_quiet_cluster_and_stops_it():
         with RayCollector([CountingEnv], frames_per_batch=20, total_frames=40) as collector:
             list(collector)
         assert ray.is_initialized(), "this cluster is not ours to stop"
+        collector = RayCollector([CountingEnv], frames_per_batch=20)
+        collector.next()
+        ray.shutdown()
+        try:
+            list(collector)
+            raise AssertionError("it goes on without Ray")
+        except ValueError as error:
+            assert "Ray was shut down under this collector" in str(error)
+            assert not ray.is_initialized(), "no other is started"
+        collector.shutdown()
         """
     )
     with script:

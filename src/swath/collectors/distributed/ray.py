@@ -16,7 +16,7 @@ from swath.collectors.distributed.paired import PairedCollector, paired
 from swath.collectors.jobs import node_options
 from swath.collectors.options import Options
 from swath.errors import UsageError
-from swath.links.cluster import enter, leave, needed
+from swath.links.cluster import check_alive, enter, leave, needed
 from swath.workers.place import Place
 from swath.workers.ray import RayPlace, needs_of
 
@@ -124,6 +124,7 @@ class RayCollector(PairedCollector):
         self.shutdown()
 
     def _collect(self, frames_left: float) -> tuple[Any, int] | None:
+        check_alive()
         if self._follows and monotonic() >= self._next_look:
             self._next_look = monotonic() + _LOOK_EVERY
             waiting = len(self._starting)
