@@ -180,3 +180,14 @@ def test_a_worker_ends_when_its_other_end_is_gone(kind):
         elif kind != "process" or body is kit.echo:  # there the kernel kills a worker at work
             assert pair.link._process.exit_code(20) is not None
         pair.__exit__()
+
+
+@each
+def test_a_last_message_arrives_and_of_one_that_is_gone_it_is_known(kind):
+    with kit.Pair(kind, kit.echo) as pair:
+        pair.link.send_last("the last")
+        assert pair.link.receive() == "the last"
+        pair.link.kill()
+        assert ready(pair.link, 20)
+        assert end_of(pair.link)
+        assert ends((pair.link.send_last, "still there?") for _ in range(1000))

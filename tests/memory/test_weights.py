@@ -61,6 +61,32 @@ def test_tied_weights_are_published_once_and_buffers_too():
     assert (into["scratch"] == 7).all()
 
 
+def test_an_older_version_is_whole_even_if_it_is_written_after_a_newer_one():
+    module = Tied()
+    old, new = dict(named_weights(module)), dict(named_weights(Tied()))
+    del old["scratch"]  # that was never given then
+    new["scratch"] = torch.full((2,), 5.0)
+    block = WeightBlock(WeightSpec.of(module), 2)
+    block.publish(new, 2, [1], whole=True)
+    block.publish(old, 1, [0], whole=True)
+    for reader, version, scratch in ((0, 1, 7.0), (1, 2, 5.0)):
+        into = tensors(module)
+        into["scratch"].fill_(7)
+        assert block.take(reader, into) == version
+        assert (into["scratch"] == scratch).all()
+
+
+def test_a_reader_follows_another_one():
+    module = nn.Linear(2, 2)
+    block, into = WeightBlock(WeightSpec.of(module), 3), tensors(module)
+    block.publish(module, 1, [0])
+    block.follow(2, 0)
+    for version in range(2, 9):  # where the two are is not written to
+        block.publish(nn.Linear(2, 2), version, [1])
+    assert block.take(2, into) == 1
+    assert torch.equal(into["weight"], module.weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_any_dtype_and_empty_tensors(dtype):
     source = {"a": torch.ones(3, dtype=dtype), "b": torch.zeros(0), "c": torch.tensor(True)}

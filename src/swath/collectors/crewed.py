@@ -297,4 +297,5 @@ class CrewedCollector(BaseCollector):
             self._numbers.remove(number)
             self._starting.discard(number)
             self._crew.retire(number, timeout)
+            self._block.forget(number)
             self._lose(number)

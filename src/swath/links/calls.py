@@ -35,8 +35,9 @@ from swath.links.cluster import needed
 from swath.links.remote import Expected, Inbox, Interrupt
 from swath.memory import SharedMemory
 
-__all__ = ["Calls", "RayPort", "when_done", "words", "writable"]
+__all__ = ["DIED", "Calls", "RayPort", "when_done", "words", "writable"]
 
+DIED = "died: its process was killed or crashed (killed, often out of memory)."
 _END = object()
 _NEAR = 0.05
 """Seconds that weights may wait for an order."""
@@ -97,12 +98,21 @@ class Calls:
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         self._check()
-        return method.remote(next(self._numbers), *arguments)
+        try:
+            return method.remote(next(self._numbers), *arguments)
+        except Exception as error:  # it is of a cluster that we left, which Ray has no class for
+            self._asked = self._heard  # nothing more comes
+            self.end(words(error))
+            raise EOFError(self._reason) from error
 
     def send(self, message: Any, sizes: Sequence[int] = ()) -> None:
         """Send a message, with memory for the worker to make; EOFError if it is gone."""
         with self._sends:
             self._call(self._actor.tell, message, sizes)
+
+    def send_last(self, message: Any) -> None:
+        """Send a message that nothing follows."""
+        self.send(message)
 
     def ask(
         self, message: Any, sizes: Sequence[int] = (), expected: Expected | None = None
@@ -200,7 +210,7 @@ def words(error: BaseException) -> str:
     """Return why an actor ended, in a line."""
     text = str(error)
     if "process has died" in text:
-        return "died: its process was killed or crashed (killed, often out of memory)."
+        return DIED
     if "node has died" in text:
         return "died with its node."
     if "ray.kill" in text:

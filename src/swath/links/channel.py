@@ -61,6 +61,18 @@ class Channel:
                 raise EOFError("the other side is gone") from error
             raise
 
+    def send_last(self, message: Any) -> None:
+        """Send a small message that nothing follows, if the other side reads what came before."""
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            self._socket.sendmsg([_LENGTH.pack(len(body)), body], [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            raise EOFError("the other side is gone") from error
+
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message and return it with the files that came beside it."""
         try:

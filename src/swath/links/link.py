@@ -45,6 +45,10 @@ class Link(Protocol):
         """Send a message that the worker will answer; see `send`."""
         ...
 
+    def send_last(self, message: Any) -> None:
+        """Send a message that nothing follows, if that is possible at once."""
+        ...
+
     def receive(self) -> Any:
         """Wait for a message and return it; EOFError if the worker is gone."""
         ...

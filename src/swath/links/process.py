@@ -67,6 +67,10 @@ class Wire:
         """Send a message that is answered; what is expected is in memory that both see."""
         self.send(message, memories)
 
+    def send_last(self, message: Any) -> None:
+        """Send a message that nothing follows, if that is possible at once."""
+        self._channel.send_last((message, []))
+
     def receive(self) -> Any:
         """Wait for a message and return it; EOFError if the worker is gone."""
         return self._channel.receive()[0]

@@ -28,7 +28,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from swath.links.bell import Bell
-from swath.links.calls import Calls, when_done, words
+from swath.links.calls import DIED, Calls, when_done, words
 from swath.links.cluster import needed
 from swath.links.door import Door
 from swath.links.process import Wire
@@ -36,6 +36,7 @@ from swath.links.remote import Expected
 
 __all__ = ["RayLink"]
 
+_ONE_AT_A_TIME = ("send", "ask")
 _ENDING = 5000
 """Milliseconds for a process that Ray has killed to be gone."""
 
@@ -68,7 +69,7 @@ class RayLink:
         self.host: str | None = None
         self.attached: set[int] = set()
         """Numbers of the memory that the worker has, for who gives it some."""
-        self._bell, self._lock = Bell(), threading.RLock()
+        self._bell, self._lock, self._sends = Bell(), threading.RLock(), threading.Lock()
         self._ready: Any = self._bell  # what to wait on
         if door.name is not None:
             self._ready = select.epoll()
@@ -76,7 +77,7 @@ class RayLink:
         self._talk: Wire | Calls | None = None  # until it is known where the actor is
         self._early: list[tuple[str, Any]] = []  # what is to be said then
         self._reason: str | None = None
-        self._closed = self._killed = False
+        self._known = self._closed = self._killed = False
         self._ended = threading.Event()
         self._door = door
         self._process: int | None = None  # its descriptor, if it is on this machine
@@ -89,20 +90,29 @@ class RayLink:
                 self.pid, self.host, node, knocked = about
                 actor = self._actor._actor_id.hex()[:8]
                 self.name = f"actor {actor} on {self.host} ({node}), process {self.pid}"
-                self._talk = (self._let_in() if knocked else None) or Calls(self._actor, self._bell)
+                talk = (self._let_in() if knocked else None) or Calls(self._actor, self._bell)
                 with contextlib.suppress(EOFError):
                     for method, what in self._early:
-                        getattr(self._talk, method)(*what)
+                        getattr(talk, method)(*what)
+                self._talk = talk
             self._door.close()
+            self._known = True
             self._tell_end(None if error is None else words(error))
 
     def _let_in(self) -> Wire | None:
-        with contextlib.suppress(OSError):
+        try:
             channel, self._process = self._door.open()
+        except OSError:
+            return None
+        try:
             wire = Wire(channel)
             self._ready.register(wire, select.POLLIN)
-            return wire
-        return None
+        except (OSError, RuntimeError):  # such as no descriptors left
+            channel.close()
+            os.close(self._process)
+            self._process = None
+            return None
+        return wire
 
     @property
     def near(self) -> bool:
@@ -115,13 +125,16 @@ class RayLink:
         Ray says that an actor was killed, not that it is dead.
         """
         with self._lock:
-            if self._process is not None:
-                ended = select.poll()
-                ended.register(self._process, select.POLLIN)
-                if not ended.poll(_ENDING):
-                    with contextlib.suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(self._process, signal.SIGKILL)
-                    ended.poll(_ENDING)
+            if self._process is not None and not self._gone(_ENDING):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._process, signal.SIGKILL)
+                self._gone(_ENDING)
+
+    def _gone(self, patience: int) -> bool:
+        """Tell whether the process of an actor on this machine has ended by then."""
+        ended = select.poll()
+        ended.register(self._process or 0, select.POLLIN)
+        return bool(ended.poll(patience))
 
     def _over(self, _: Any, error: BaseException | None) -> None:
         with self._lock:
@@ -131,7 +144,7 @@ class RayLink:
     def _tell_end(self, reason: str | None) -> None:
         """Let who listens know of the end, if that has come, after all that was said before."""
         self._reason = self._reason or reason
-        if self._reason is not None and not self._closed:
+        if self._reason is not None and self._known and not self._closed:
             if isinstance(self._talk, Calls):
                 self._talk.end(self._reason)
             else:
@@ -143,10 +156,15 @@ class RayLink:
 
     def _say(self, method: str, *what: Any) -> None:
         with self._lock:
-            if self._talk is None:
+            talk = self._talk
+            if talk is None:
                 self._early.append((method, what))
-            else:
-                getattr(self._talk, method)(*what)
+                return
+        if method in _ONE_AT_A_TIME:
+            with self._sends:
+                getattr(talk, method)(*what)
+        else:
+            getattr(talk, method)(*what)
 
     def send(self, message: Any, memory: Sequence[Any] = ()) -> None:
         """Send a message, with memory of this process, or sizes of what the worker is to make.
@@ -161,6 +179,10 @@ class RayLink:
         """Send a message that is answered, with a block if one is expected; see `send`."""
         self._say("ask", message, memory, expected)
 
+    def send_last(self, message: Any) -> None:
+        """Send a message that nothing follows, if that is possible at once."""
+        self._say("send_last", message)
+
     def push(self, message: Any, block: Any) -> None:
         """Send a message that a worker elsewhere reads even in a rollout, with an object."""
         self._say("push", message, block)
@@ -173,7 +195,8 @@ class RayLink:
         """Wait for a message, and put its block where it belongs; EOFError if it is gone."""
         if self._talk is None:
             wait([self.fileno()])
-        talk = self._talk
+        with self._lock:  # it is being let in, perhaps
+            talk = self._talk
         if talk is None or (isinstance(talk, Wire) and self._reason and not talk.waits()):
             raise EOFError(self._reason)
         return talk.receive()
@@ -184,25 +207,31 @@ class RayLink:
 
     def ended(self) -> str:
         """Say how the worker ended, or why it has not begun."""
-        if self.pid is not None and needed().is_initialized():
-            self._ended.wait(_ENDING / 1000)  # Ray may be the last to hear of it
-        if self._process is not None:
-            self.kill()  # its worker has ended, the actor may not have
         if self.pid is None and (self._reason is None or self._killed):
             return self._where()
-        return self._reason or "was lost."
+        if needed().is_initialized():
+            self._ended.wait(_ENDING / 1000)  # Ray may be the last to hear of it
+        reason = self._reason or "was lost."
+        if self._process is not None:
+            if self._reason is None and self._gone(0):
+                reason = DIED
+            self.kill()  # its worker has ended, the actor may not have
+        return reason
 
     def kill(self) -> None:
         """End the actor, whatever it is doing."""
         if needed().is_initialized():
             self._killed = True  # if it had no place, that is how it ended
-            needed().kill(self._actor, no_restart=True)
+            with contextlib.suppress(
+                needed().exceptions.RayError
+            ):  # it is of a cluster that we left
+                needed().kill(self._actor, no_restart=True)
             self._end_here()
 
     def close(self, timeout: float | None = None) -> None:
         """Let go of the actor once its worker has ended; kill it after `timeout` seconds."""
         if needed().is_initialized():
-            self._ended.wait(0.0 if self.pid is None else timeout)
+            self._ended.wait(0.0 if self.pid is None or self._killed else timeout)
             self.kill()
         with self._lock:
             if self._closed:
@@ -211,6 +240,8 @@ class RayLink:
             if self._process is not None:
                 os.close(self._process)
                 self._process = None
-            for one in {self._door, self._talk, self._ready, self._bell} - {None}:
+            if self._talk is not None:
+                self._talk.close()  # first: it rings the bell
+            for one in {self._door, self._ready, self._bell}:
                 one.close()
         self._on_close()

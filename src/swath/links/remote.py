@@ -191,6 +191,10 @@ class RemoteLink:
         self._reason = f"was lost: {text[0][:200]}"
         self._channel.end()  # so that whoever listens hears of it
 
+    def send_last(self, message: Any) -> None:
+        """Send a message that nothing follows, if that is possible at once."""
+        self._over(self._channel.send_last, (message, (), None))
+
     def receive(self) -> Any:
         """Wait for a message, and for the block if it brings one; EOFError if it is gone."""
         message, brings = self._over(self._channel.receive)[0]

@@ -161,13 +161,21 @@ class WeightBlock:
 
     @torch.no_grad()
     def publish(
-        self, source: Any, version: int, readers: Sequence[int], later: bool = False
+        self,
+        source: Any,
+        version: int,
+        readers: Sequence[int],
+        later: bool = False,
+        whole: bool = False,
     ) -> None:
-        """Copy weights into the block, once, and direct these readers to them, or `later`."""
+        """Copy weights into the block, once, and direct these readers to them, or `later`.
+
+        What is not given is as before; if the `source` is the whole version, it was never given.
+        """
         fitting = self.spec.fit(source)
         with self._publishing:
             number = self._free()
-            self._write(number, fitting, version)
+            self._write(number, fitting, version, whole)
             self._later.update(dict.fromkeys(readers, version * self._count + number))
             if not later:
                 self.direct()
@@ -180,15 +188,17 @@ class WeightBlock:
         free = (one for one in self._order if one not in taken and one != newest)
         return next(free, len(self._order))
 
-    def _write(self, number: int, fitting: Mapping[str, torch.Tensor], version: int) -> None:
+    def _write(
+        self, number: int, fitting: Mapping[str, torch.Tensor], version: int, whole: bool
+    ) -> None:
         newest = self._order[-1]
         self._stamps[number] = _WRITING
         fence()
         for name, view in self._buffers[number].items():
             view.copy_(fitting[name] if name in fitting else self._buffers[newest][name])
         self._copied()
-        given = [name in fitting for name in self._optional]
-        self._present[number] = self._present[newest] | np.array(given, np.uint8)
+        given = np.array([name in fitting for name in self._optional], np.uint8)
+        self._present[number] = given if whole else self._present[newest] | given
         fence()
         self._stamps[number] = version
         fence()

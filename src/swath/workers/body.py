@@ -166,7 +166,7 @@ class Worker:
         assert self._block is not None
         tensors = self._block.spec.unflatten(block)
         given = {name: tensors[name] for name in tensors if name not in message.missing}
-        self._block.publish(given, message.version, [0])
+        self._block.publish(given, message.version, [0], whole=True)
 
     def _store_in(self, message: Store, *memories: SharedMemory) -> None:
         if self._store is None:

@@ -113,7 +113,8 @@ class Crew:
         link = self._links.get(number)
         if link is not None:
             link.interrupt()
-            self.tell(number, Close())
+            with contextlib.suppress(EOFError):
+                link.send_last(Close())
             del self._links[number]
             link.close(timeout)
         self.dismiss(number)
@@ -275,10 +276,8 @@ class Crew:
             links, self._links = self._links, {}
             for link in links.values():
                 link.interrupt()
-                try:
-                    link.send(Close())
-                except EOFError:
-                    pass
+                with contextlib.suppress(EOFError):
+                    link.send_last(Close())
             deadline = monotonic() + timeout
             for link in links.values():
                 link.close(max(0.0, deadline - monotonic()))

@@ -98,6 +98,10 @@ class Publisher(Protocol):
         """Copy weights, once, and let these workers have them, or `later`."""
         ...
 
+    def forget(self, worker: int) -> None:
+        """Keep nothing for a worker that does not come again."""
+        ...
+
     def direct(self) -> None:
         """Let workers have what was published for later."""
         ...
@@ -135,7 +139,7 @@ class SharedSlabs:
         self._crew, self._numbers = crew, itertools.count(first)
         self._alive: dict[int, tuple[Any, int]] = {}
         self._unused: deque[Any] = deque()
-        self._described: deque[Any] = deque()
+        self._described: list[weakref.ref[Any]] = []
 
     def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
         """Return a slab; see `Slabs`."""
@@ -145,10 +149,17 @@ class SharedSlabs:
         self._alive[id(alive)] = (alive, slab.number)
         for worker, span in spans.items():
             self.share(slab, worker, span)
-        self._described.append(slab.memory)
+        self._described = [one for one in self._described if one() is not None]
+        self._described.append(weakref.ref(slab.memory))
         if len(self._described) > _OPEN_DESCRIPTORS:
-            self._described.popleft().close_descriptor()
+            self._close_descriptor(self._described.pop(0))
         return slab
+
+    @staticmethod
+    def _close_descriptor(of: weakref.ref[Any]) -> None:
+        memory = of()
+        if memory is not None:
+            memory.close_descriptor()
 
     def _sees(self, worker: int) -> bool:
         """Tell whether a worker maps slabs."""
@@ -177,8 +188,8 @@ class SharedSlabs:
 
     def close(self) -> None:
         """Let go of what is shared; slabs that somebody holds stay as they are."""
-        for memory in self._described:
-            memory.close_descriptor()
+        for one in self._described:
+            self._close_descriptor(one)
 
 
 class _SharedWeights(WeightBlock):
@@ -196,6 +207,9 @@ class _SharedWeights(WeightBlock):
         handle = None if self._shared is None else share(self._shared)
         message = Weights(self.spec, len(self._crew), worker, handle)
         self._crew.tell(worker, message, [self._own])
+
+    def forget(self, worker: int) -> None:
+        pass
 
     def close(self) -> None:
         self._own.close_descriptor()

@@ -98,7 +98,7 @@ class RayPlace:
         return _RaySlabs(crew)
 
     def weights(self, crew: Crew, spec: WeightSpec) -> Publisher:
-        """Return what brings each version to all actors, copied once."""
+        """Return what brings each version to all actors."""
         return _RayWeights(crew, spec)
 
     def close(self) -> None:
@@ -150,8 +150,8 @@ class _RayWeights(RemoteWeights):
         self._stored: tuple[Any, Any] = None, None  # a version, and the same in Ray's store
 
     def begin(self, worker: int) -> None:
-        link: Any = self._crew.links[worker]
-        if link.near:
+        link: Any = self._crew.links.get(worker)
+        if link is not None and link.near:
             group, reader = divmod(worker, _READERS)
             if group not in self._blocks:
                 self._blocks[group] = WeightBlock(self._spec, _READERS)
@@ -176,7 +176,7 @@ class _RayWeights(RemoteWeights):
         else:
             given = self._spec.unflatten(block)
             given = {name: one for name, one in given.items() if name not in message.missing}
-            shared.publish(given, message.version, [reader])
+            shared.publish(given, message.version, [reader], whole=True)
             self._written[group] = message, reader
 
     def close(self) -> None:

@@ -284,7 +284,7 @@ class RemoteSlabs:
     def _attach(
         self, worker: int, number: int, layout: Layout, span: tuple[int, int], memory: Any
     ) -> None:
-        """Let a worker have memory, unless it has it: so many bytes, or what a handle is of."""
+        """Let a worker have memory of so many bytes, unless it has it."""
         link: Any = self._crew.links.get(worker)
         if link is not None and number not in link.attached:
             link.attached.add(number)
@@ -321,7 +321,9 @@ class RemoteWeights:
     def begin(self, worker: int) -> None:
         """Let a worker have what is published, from now on, and what is current."""
         with self._lock:
-            self._begun[worker] = self._crew.links[worker]
+            link = self._crew.links.get(worker)
+            if link is not None:  # else it has ended, and is started again
+                self._begun[worker] = link
             if worker in self._current:
                 self._push(worker, *self._current[worker])
 
@@ -340,6 +342,12 @@ class RemoteWeights:
         self._later.update(dict.fromkeys(workers, what))
         if not later:
             self.direct()
+
+    def forget(self, worker: int) -> None:
+        """Keep nothing for a worker that does not come again."""
+        with self._lock:
+            for kept in (self._begun, self._current, self._later):
+                kept.pop(worker, None)
 
     def direct(self) -> None:
         """Send what was published for later."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
+import os
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,13 +63,33 @@ def anywhere(request):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Fail on left-over actors and threads; what Ray itself keeps open is its own business."""
-    before = set(threading.enumerate())
+    """Fail on left-over actors, threads and descriptors; what Ray itself has open is its own."""
+    before, opened = set(threading.enumerate()), _opened()
     yield
     deadline = time.monotonic() + 30  # Ray ends actors when it comes to it
-    while (left := _left(before)) and time.monotonic() < deadline:
+    while (left := _left(before) + _more(opened)) and time.monotonic() < deadline:
+        gc.collect()
         time.sleep(0.05)
     assert not left, "a test left something behind"
+
+
+def _opened():
+    """Count the descriptors that only we have: memory, processes, doors."""
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    doors = {f"socket:[{one[6]}]" for one in sockets if one[-1].startswith("@swath-")}
+    found = Counter()
+    for one in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is closed by now
+            kind = os.readlink(f"/proc/self/fd/{one}")
+            if kind in doors:
+                found["door"] += 1
+            elif "memfd:swath" in kind or "pidfd" in kind:
+                found[kind] += 1
+    return found
+
+
+def _more(before):
+    return [f"{count} of {kind}" for kind, count in (_opened() - before).items() if count]
 
 
 def _left(before):

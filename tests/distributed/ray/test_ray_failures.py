@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import multi_kit as kit
 import numpy as np
@@ -100,6 +101,35 @@ def test_others_deliver_while_a_replacement_finds_no_place(cluster):
             batches.append(collector.next())
     assert check_transitions(batches) == 20 * len(batches)
     owners(batches)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_one_that_dies_while_others_begin_is_replaced(tmp_path):
+    """The first dies once, when it is ready; the second is not before that."""
+    once, dead = tmp_path / "once", tmp_path / "dead"
+
+    def maker(name):
+        def named():
+            os.environ["WHICH"] = name
+            return CountingEnv()
+
+        return named
+
+    def factory():
+        if os.environ["WHICH"] == "second":
+            while not dead.exists():
+                time.sleep(0.01)
+            time.sleep(0.5)
+        elif not once.exists():
+            once.touch()
+            threading.Timer(0.5, lambda: dead.touch() or os._exit(1)).start()
+        return lambda observation: 0
+
+    makers = [maker("first"), maker("second")]
+    with make(True, makers, policy_factory=factory) as collector:
+        batches = [collector.next() for _ in range(3)]
+        assert collector.stats()["restarts"] == 1
+    check_transitions(batches)
 
 
 def test_resources_that_nobody_has_are_an_error_in_time():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -13,10 +14,12 @@ import contract_kit as kit
 import pytest
 
 from swath.links import calls, pack, unpack
+from swath.links import ray as module
 from swath.links.door import Door
 from swath.links.ray import RayLink
 from swath.memory import HeapMemory
 from swath.workers.host import Host
+from swath.workers.messages import Failed
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -114,6 +117,68 @@ def test_messages_of_any_size_in_order_and_one_answer_for_each(link_to):
         assert [link.receive() for _ in range(3)] == sent[start : start + 3]
     assert not link.waits()
     assert not ready(link, 0.05)
+
+
+def test_what_it_says_while_it_is_let_in_is_heard(link_to, monkeypatch):
+    """It may speak as soon as it has a connection, before this side knows that it has."""
+    let_in = RayLink._let_in
+
+    def slowly(link):
+        wire = let_in(link)
+        time.sleep(0.3)
+        return wire
+
+    monkeypatch.setattr(RayLink, "_let_in", slowly)
+    assert link_to(echo).receive() == "first"
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_it_says_before_it_ends_is_heard_however_soon_that_is(cluster, monkeypatch):
+    """Ray may tell of the end before it tells where the actor is."""
+
+    def in_another_order(call, then):
+        def later(*what):
+            delay = 1.0 if then.__name__ == "_placed" else 0.0
+            threading.Timer(delay, then, what).start()
+
+        calls.when_done(call, later)
+
+    monkeypatch.setattr(module, "when_done", in_another_order)
+    door = Door()
+    actor = cluster.remote(max_concurrency=8)(Host).remote(sys.path, door.name)
+    job = pack("no job at all", "it")
+    link = RayLink(actor, job, lambda: "no place", lambda: None, door)
+    assert ready(link, 30)
+    assert isinstance(link.receive(), Failed)
+    with pytest.raises(EOFError):
+        link.receive()
+    assert link.ended() == "has ended."
+    link.kill()
+    link.close(5.0)
+
+
+def test_an_end_is_bounded_whoever_waits_for_the_worker_to_read(link_to):
+    def deaf(port):
+        port.send("hello")
+        while not port.interrupted():
+            time.sleep(0.01)
+        time.sleep(60)
+
+    def speak():
+        with contextlib.suppress(EOFError):
+            while True:
+                link.send(b"x" * 100_000)
+
+    link = link_to(deaf)
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    time.sleep(0.5)
+    link.interrupt()
+    link.send_last("stop")
+    link.close(0.5)
+    speaker.join(30)
+    assert not speaker.is_alive()
+    assert gone(link.pid)
 
 
 @pytest.mark.usefixtures("far")

@@ -61,6 +61,14 @@ def test_a_script_starts_a_quiet_cluster_and_stops_it():
     script = start(
         """
         import ray
+        from swath.workers import ray as place
+
+        class NoDoor:
+            name = None
+
+            def close(self):
+                pass
+
         policy = lambda o: 0
         with RayCollector([CountingEnv] * 2, policy, frames_per_batch=20, total_frames=200,
                           **OPTIONS) as collector:
@@ -70,8 +78,9 @@ def test_a_script_starts_a_quiet_cluster_and_stops_it():
         assert check_transitions(batches) == 200
         assert not ray.is_initialized()
         say(*pids)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error",
-                 object_store_memory=128 << 20)
+        LOCAL = dict(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+                     logging_level="error", object_store_memory=128 << 20)
+        ray.init(**LOCAL)
         with RayCollector([CountingEnv], frames_per_batch=20, total_frames=40) as collector:
             list(collector)
         assert ray.is_initialized(), "this cluster is not ours to stop"
@@ -85,6 +94,18 @@ def test_a_script_starts_a_quiet_cluster_and_stops_it():
             assert "Ray was shut down under this collector" in str(error)
             assert not ray.is_initialized(), "no other is started"
         collector.shutdown()
+        for near in (True, False):
+            ray.init(**LOCAL)
+            collector = RayCollector([CountingEnv], frames_per_batch=20)
+            batches = [collector.next()]
+            ray.shutdown()
+            ray.init(**LOCAL)  # another one
+            batches += [collector.next() for _ in range(3)]
+            assert collector.stats()["restarts"] == 1
+            check_transitions(batches)
+            collector.shutdown()
+            ray.shutdown()
+            place.Door = NoDoor
         """
     )
     with script:
