@@ -9,7 +9,7 @@ from typing import Any
 
 from swath.errors import ClosedError
 
-__all__ = ["check_alive", "enter", "leave", "needed"]
+__all__ = ["check_alive", "enter", "leave", "needed", "session"]
 
 _users, _entering = 0, threading.Lock()
 
@@ -59,7 +59,16 @@ def leave() -> None:
                 needed().shutdown()
 
 
-def check_alive() -> None:
-    """Raise if somebody has ended Ray in this process: a call would start another, or hang."""
-    if not needed().is_initialized():
+def session() -> Any:
+    """Return what this process is to the cluster that it is connected to; None if to none."""
+    ray = needed()
+    if not ray.is_initialized():
+        return None
+    about = ray.get_runtime_context()
+    return about.gcs_address, about.get_job_id()
+
+
+def check_alive(ours: Any) -> None:
+    """Raise if Ray was shut down since: a call would start another one, or never end."""
+    if session() != ours:
         raise ClosedError("Ray was shut down under this collector.")

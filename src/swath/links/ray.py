@@ -222,9 +222,8 @@ class RayLink:
         """End the actor, whatever it is doing."""
         if needed().is_initialized():
             self._killed = True  # if it had no place, that is how it ended
-            with contextlib.suppress(
-                needed().exceptions.RayError
-            ):  # it is of a cluster that we left
+            unknown = needed().exceptions.RayError  # it is of a cluster that we left
+            with contextlib.suppress(unknown):
                 needed().kill(self._actor, no_restart=True)
             self._end_here()
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from swath.errors import UsageError
 from swath.links import Link
-from swath.links.cluster import check_alive, leave, needed
+from swath.links.cluster import check_alive, leave, needed, session
 from swath.links.door import Door
 from swath.links.ray import RayLink
 from swath.memory import Slab
@@ -64,6 +64,7 @@ class RayPlace:
     def __init__(self, configs: Sequence[Mapping[str, Any]], limit: float | None) -> None:
         self._configs, self.launch_limit = configs, limit
         self._links, self._closed, self._lock = 0, False, threading.Lock()
+        self._session = session()
         try:
             kinds = [needed().remote(Host).options(**_options(one)) for one in configs]
         except (ValueError, TypeError) as error:
@@ -72,7 +73,7 @@ class RayPlace:
 
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Ask Ray for actors; none is waited for."""
-        check_alive()
+        check_alive(self._session)
         return {number: self._launched(number, payload) for number, payload in payloads.items()}
 
     def _launched(self, number: int, payload: bytes) -> RayLink:
