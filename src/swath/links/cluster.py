@@ -7,9 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from swath.errors import ClosedError
-
-__all__ = ["check_alive", "enter", "leave", "needed", "session"]
+__all__ = ["enter", "leave", "needed", "session"]
 
 _users, _entering = 0, threading.Lock()
 
@@ -66,9 +64,3 @@ def session() -> Any:
         return None
     about = ray.get_runtime_context()
     return about.gcs_address, about.get_job_id()
-
-
-def check_alive(ours: Any) -> None:
-    """Raise if Ray was shut down since: a call would start another one, or never end."""
-    if session() != ours:
-        raise ClosedError("Ray was shut down under this collector.")

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swath.errors import UsageError
+from swath.errors import ClosedError, UsageError
 from swath.links import Link
-from swath.links.cluster import check_alive, leave, needed, session
+from swath.links.cluster import leave, needed, session
 from swath.links.door import Door
 from swath.links.ray import RayLink
 from swath.memory import Slab
@@ -73,8 +73,13 @@ class RayPlace:
 
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Ask Ray for actors; none is waited for."""
-        check_alive(self._session)
+        self.check()
         return {number: self._launched(number, payload) for number, payload in payloads.items()}
+
+    def check(self) -> None:
+        """Raise if Ray was shut down since: a call would start another one, or never end."""
+        if session() != self._session:
+            raise ClosedError("Ray was shut down under this collector.")
 
     def _launched(self, number: int, payload: bytes) -> RayLink:
         with self._lock:

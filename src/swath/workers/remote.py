@@ -278,17 +278,15 @@ class RemoteSlabs:
         """Order a rollout into the memory of the worker that is free, and expect its block."""
         turn = self._turns[worker] = (self._turns.get(worker, 0) + 1) % IN_FLIGHT
         own = slab if span == (0, slab.layout.envs) else self._staged(worker, turn, slab, span)
-        self._attach(worker, turn, own.layout, (0, own.layout.envs), own.layout.nbytes)
+        self._attach(worker, turn, own.layout)
         self._crew.order(worker, Collect(turn, steps), (), _Part(slab, span, own))
 
-    def _attach(
-        self, worker: int, number: int, layout: Layout, span: tuple[int, int], memory: Any
-    ) -> None:
-        """Let a worker have memory of so many bytes, unless it has it."""
+    def _attach(self, worker: int, number: int, layout: Layout) -> None:
+        """Let a worker have memory of its own, unless it has it."""
         link: Any = self._crew.links.get(worker)
         if link is not None and number not in link.attached:
             link.attached.add(number)
-            self._crew.tell(worker, Attach(number, layout, *span), [memory])
+            self._crew.tell(worker, Attach(number, layout, 0, layout.envs), [layout.nbytes])
 
     def _staged(self, worker: int, turn: int, slab: Slab, span: tuple[int, int]) -> Slab:
         """Return memory for a block of which the parts go to different places of a slab."""

@@ -16,7 +16,7 @@ from swath.collectors.distributed.paired import PairedCollector, paired
 from swath.collectors.jobs import node_options
 from swath.collectors.options import Options
 from swath.errors import UsageError
-from swath.links.cluster import check_alive, enter, leave, needed, session
+from swath.links.cluster import enter, leave, needed
 from swath.workers.place import Place
 from swath.workers.ray import RayPlace, needs_of
 
@@ -69,7 +69,6 @@ class RayCollector(PairedCollector):
         cpus = sum(needs_of(one).get("CPU", 0) for one in self._configs) / len(self._configs)
         most = 1 if count == "auto" else count * given.num_workers_per_collector
         enter(given.address, given.ray_init_config or {}, cpus * most)
-        self._session = session()
         try:
             if count == "auto":
                 count = max(1, min(self._room(), given.max_collectors))
@@ -125,7 +124,8 @@ class RayCollector(PairedCollector):
         self.shutdown()
 
     def _collect(self, frames_left: float) -> tuple[Any, int] | None:
-        check_alive(self._session)
+        place: Any = self._crew.place
+        place.check()
         if self._follows and monotonic() >= self._next_look:
             self._next_look = monotonic() + _LOOK_EVERY
             waiting = len(self._starting)
