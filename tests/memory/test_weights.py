@@ -6,6 +6,7 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -63,17 +64,19 @@ def test_tied_weights_are_published_once_and_buffers_too():
 
 def test_an_older_version_is_whole_even_if_it_is_written_after_a_newer_one():
     module = Tied()
-    old, new = dict(named_weights(module)), dict(named_weights(Tied()))
-    del old["scratch"]  # that was never given then
-    new["scratch"] = torch.full((2,), 5.0)
-    block = WeightBlock(WeightSpec.of(module), 2)
-    block.publish(new, 2, [1], whole=True)
-    block.publish(old, 1, [0], whole=True)
-    for reader, version, scratch in ((0, 1, 7.0), (1, 2, 5.0)):
+    spec = WeightSpec.of(module)
+    block, flat = WeightBlock(spec, 2), np.zeros((2, spec.nbytes), np.uint8)
+    for version in (1, 2):
+        for view in spec.unflatten(flat[version - 1]).values():
+            view.fill_(version)
+    block.publish_flat(flat[1], frozenset(), 2, 1)
+    block.publish_flat(flat[0], {"scratch"}, 1, 0)  # which was never given then
+    for reader, version, scratch in ((0, 1, 7.0), (1, 2, 2.0)):
         into = tensors(module)
         into["scratch"].fill_(7)
         assert block.take(reader, into) == version
-        assert (into["scratch"] == scratch).all()
+        assert (into.pop("scratch") == scratch).all()
+        assert all((one == version).all() for one in into.values())
 
 
 def test_a_reader_follows_another_one():

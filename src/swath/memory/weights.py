@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +142,8 @@ class WeightBlock:
         marks = array[8 * words : 8 * words + self._count * len(self._optional)]
         self._present = marks.reshape(self._count, len(self._optional))
         block = torch.from_numpy(array)[start:] if on_gpu is None else on_gpu
-        self._buffers = [spec.unflatten(block[n * size :]) for n in range(self._count)]
+        self._flat = [block[n * size : (n + 1) * size] for n in range(self._count)]
+        self._buffers = [spec.unflatten(one) for one in self._flat]
         # Those in use, the least recently used first. With a third one, a reader is overtaken only
         # by two publications; more are taken when readers are directed to different versions.
         self._order = list(range(min(3, self._count)))
@@ -161,24 +162,33 @@ class WeightBlock:
 
     @torch.no_grad()
     def publish(
-        self,
-        source: Any,
-        version: int,
-        readers: Sequence[int],
-        later: bool = False,
-        whole: bool = False,
+        self, source: Any, version: int, readers: Sequence[int], later: bool = False
     ) -> None:
         """Copy weights into the block, once, and direct these readers to them, or `later`.
 
-        What is not given is as before; if the `source` is the whole version, it was never given.
+        What is not given is as before.
         """
         fitting = self.spec.fit(source)
         with self._publishing:
-            number = self._free()
-            self._write(number, fitting, version, whole)
+            number, newest = self._begin(), self._order[-1]
+            for name, view in self._buffers[number].items():
+                view.copy_(fitting[name] if name in fitting else self._buffers[newest][name])
+            given = np.array([name in fitting for name in self._optional], np.uint8)
+            self._end(number, version, self._present[newest] | given)
             self._later.update(dict.fromkeys(readers, version * self._count + number))
             if not later:
                 self.direct()
+
+    def publish_flat(
+        self, flat: np.ndarray, missing: Container[str], version: int, reader: int
+    ) -> None:
+        """Copy a whole version, all tensors as one, and direct a reader to it."""
+        with self._publishing:
+            number = self._begin()
+            self._flat[number].copy_(torch.from_numpy(flat))
+            given = np.array([name not in missing for name in self._optional], np.uint8)
+            self._end(number, version, given)
+            self._words[reader] = version * self._count + number
 
     def _free(self) -> int:
         """Return a buffer that nobody is directed to."""
@@ -188,17 +198,17 @@ class WeightBlock:
         free = (one for one in self._order if one not in taken and one != newest)
         return next(free, len(self._order))
 
-    def _write(
-        self, number: int, fitting: Mapping[str, torch.Tensor], version: int, whole: bool
-    ) -> None:
-        newest = self._order[-1]
+    def _begin(self) -> int:
+        """Return the number of a buffer to write; nobody takes what is in there any more."""
+        number = self._free()
         self._stamps[number] = _WRITING
         fence()
-        for name, view in self._buffers[number].items():
-            view.copy_(fitting[name] if name in fitting else self._buffers[newest][name])
+        return number
+
+    def _end(self, number: int, version: int, present: np.ndarray) -> None:
+        """Let readers take what was written."""
         self._copied()
-        given = np.array([name in fitting for name in self._optional], np.uint8)
-        self._present[number] = given if whole else self._present[newest] | given
+        self._present[number] = present
         fence()
         self._stamps[number] = version
         fence()

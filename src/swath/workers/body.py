@@ -164,9 +164,7 @@ class Worker:
     def _pushed(self, message: Publish, block: np.ndarray) -> None:
         """Take weights that were sent, in the thread that listens; the runner finds them."""
         assert self._block is not None
-        tensors = self._block.spec.unflatten(block)
-        given = {name: tensors[name] for name in tensors if name not in message.missing}
-        self._block.publish(given, message.version, [0], whole=True)
+        self._block.publish_flat(block, message.missing, message.version, 0)
 
     def _store_in(self, message: Store, *memories: SharedMemory) -> None:
         if self._store is None:

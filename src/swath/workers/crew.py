@@ -253,9 +253,12 @@ class Crew:
         return {n: self._owing[n][0] + one for n, one in limits.items() if one is not None}
 
     def _patience(self) -> int | None:
-        """Return how many milliseconds to wait before somebody is too late."""
-        until = self._deadlines().values()
-        return max(0, math.ceil((min(until) - monotonic()) * 1000)) if until else None
+        """Return how many milliseconds to wait before somebody is too late, or a look is due."""
+        waits = [until - monotonic() for until in self._deadlines().values()]
+        look = self.place.check()
+        if look is not None:
+            waits.append(look)
+        return max(0, math.ceil(min(waits) * 1000)) if waits else None
 
     def _kill_late(self) -> None:
         for number, until in self._deadlines().items():

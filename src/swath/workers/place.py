@@ -40,6 +40,10 @@ class Place(Protocol):
         """Seconds that a worker has for its first word; None: as for any other answer."""
         ...
 
+    def check(self) -> float | None:
+        """Raise if no worker can be heard any more; return the seconds until the next look."""
+        ...
+
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start these workers; each will answer `Built`."""
         ...
@@ -115,6 +119,9 @@ class LocalPlace:
     """Processes of this machine, from the fork server."""
 
     launch_limit = None
+
+    def check(self) -> None:
+        """Nothing: links notice the end of their processes."""
 
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start workers; see `Place`."""

@@ -76,10 +76,11 @@ class RayPlace:
         self.check()
         return {number: self._launched(number, payload) for number, payload in payloads.items()}
 
-    def check(self) -> None:
+    def check(self) -> float:
         """Raise if Ray was shut down since: a call would start another one, or never end."""
         if session() != self._session:
             raise ClosedError("Ray was shut down under this collector.")
+        return 1.0
 
     def _launched(self, number: int, payload: bytes) -> RayLink:
         with self._lock:
@@ -180,9 +181,7 @@ class _RayWeights(RemoteWeights):
         if written is message:
             shared.follow(reader, first)
         else:
-            given = self._spec.unflatten(block)
-            given = {name: one for name, one in given.items() if name not in message.missing}
-            shared.publish(given, message.version, [reader], whole=True)
+            shared.publish_flat(block, message.missing, message.version, reader)
             self._written[group] = message, reader
 
     def close(self) -> None:

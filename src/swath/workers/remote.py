@@ -163,6 +163,9 @@ class RemotePlace:
 
     launch_limit = None
 
+    def check(self) -> None:
+        """Nothing: links notice the end of their connections."""
+
     def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
         """Start workers and wait until each has come in."""
         started = self._launcher.start(self._invitation, list(payloads))
@@ -331,10 +334,11 @@ class RemoteWeights:
     ) -> None:
         """Copy weights into one block and send it to these workers, or `later`."""
         fitting = self._spec.fit(source)
-        block = np.empty(self._spec.nbytes, np.uint8)
-        before = self._spec.unflatten(self._newest)
+        whole = len(fitting) == len(self._spec.shapes)
+        block = np.empty_like(self._newest) if whole else self._newest.copy()
         for name, view in self._spec.unflatten(block).items():
-            view.copy_(fitting.get(name, before[name]))
+            if name in fitting:
+                view.copy_(fitting[name])
         self._newest, self._missing = block, self._missing - set(fitting)
         what = Publish(version, self._missing), block
         self._later.update(dict.fromkeys(workers, what))

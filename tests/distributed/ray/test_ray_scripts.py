@@ -112,6 +112,42 @@ def test_a_script_starts_a_quiet_cluster_and_stops_it():
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("door", [True, False], ids=["near", "far"])
+def test_who_waits_while_ray_is_shut_down_is_told(door):
+    script = start(
+        f"""
+        import ray, threading
+        from ray.cluster_utils import Cluster
+        from swath.links.door import Door
+        if not {door}:
+            def nowhere(door):
+                door.name = door._socket = None
+            Door.__init__ = nowhere
+        lean = dict(num_cpus=2, object_store_memory=128 << 20, include_dashboard=False)
+        cluster = Cluster(initialize_head=True, head_node_args=lean)  # which stays
+        collector = RayCollector([lambda: SlowEnv(0.5)], frames_per_batch=600,
+                                 address=cluster.address)
+        def later():
+            time.sleep(1)  # if it does not wait by then, it is told all the same
+            ray.shutdown()
+        other = threading.Thread(target=later)
+        other.start()
+        try:
+            collector.next()
+            raise AssertionError("what did it collect?")
+        except ValueError as error:
+            assert "Ray was shut down under this collector" in str(error)
+        other.join()
+        collector.shutdown()
+        cluster.shutdown()
+        """
+    )
+    with script:
+        _, err = script.communicate(timeout=200)
+    assert script.returncode == 0, err
+    assert "Traceback" not in err
+
+
 def test_an_exception_that_nobody_catches_ends_actors_and_cluster():
     script = start(
         """

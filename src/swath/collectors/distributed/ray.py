@@ -124,8 +124,7 @@ class RayCollector(PairedCollector):
         self.shutdown()
 
     def _collect(self, frames_left: float) -> tuple[Any, int] | None:
-        place: Any = self._crew.place
-        place.check()
+        self._crew.place.check()
         if self._follows and monotonic() >= self._next_look:
             self._next_look = monotonic() + _LOOK_EVERY
             waiting = len(self._starting)
