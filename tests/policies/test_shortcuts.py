@@ -141,6 +141,32 @@ def test_a_bare_network_is_shortened_too():
     assert torch.equal(shortened(net)(row), net(row))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 64), (64, 64), (64, 1), (7, 3), (300, 200)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_vector_gives_the_same_bit_for_bit(shape, dtype, transposed):
+    net = nn.Sequential(nn.Tanh(), nn.Linear(*shape), nn.ReLU(), nn.Linear(shape[1], 5), nn.Tanh())
+    net = net.to(dtype)
+    if transposed:
+        net[1].weight = nn.Parameter(net[1].weight.detach().t().contiguous().t())
+    short = shortened(net)
+    for _ in range(20):
+        row = torch.randn(shape[0], dtype=dtype)
+        given = row.clone()
+        assert torch.equal(short(row), net(row))
+        assert torch.equal(row, given)
+
+
+def test_a_lone_env_is_spared_the_longer_way_that_torch_has_for_vectors():
+    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+    short = shortened(net)
+    with torch.profiler.profile() as profile:
+        short(torch.randn(4))
+    names = {event.name for event in profile.events()}
+    assert "aten::addmv" in names
+    assert "aten::linear" not in names
+
+
 def test_shortcuts_are_in_use_and_gone_afterwards():
     seen = []
 

@@ -11,9 +11,9 @@ import torch
 from swath.errors import PolicyError, SwathError, UsageError
 from swath.policies.base import Interface, Policy, State, TorchPolicy
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
-from swath.policies.calls import joined, short
+from swath.policies.calls import short
 from swath.policies.outputs import check_range, to_array
-from swath.policies.probing import Trial, attempt, modules_of, repeats
+from swath.policies.probing import Trial, modules_of
 from swath.policies.random import ActionSampler, RandomPolicy, UniformPolicy
 from swath.policies.shortcuts import installed
 from swath.policies.tensordicts import TensorDictPolicy, is_tensordict_policy
@@ -107,30 +107,7 @@ def probe(
         twin = copy.deepcopy(adapter)
     except Exception:  # whatever a user's object does when it is copied
         return
-    adapter.takes_batch_of_one = _takes_batch_of_one(twin, rows)
     adapter.takes_shortcuts = compile_with is None and _takes_shortcuts(twin, trial, rows)
-
-
-def _takes_batch_of_one(twin: TorchPolicy, rows: Mapping[Key, torch.Tensor]) -> bool:
-    """Tell whether a module gives the same for a row and for a batch of that one row, bit for bit.
-
-    PyTorch's layers take a longer way for vectors than for matrices of one row. Which kernels run
-    depends on shapes alone, so a few values tell.
-    """
-    call = joined(twin.calls, twin.inputs, twin.outputs)
-    inner, alone = call.inner, not twin.interface.batched and len(call.writes) == 1
-    if not (alone and len(call.reads) == 1 and isinstance(inner, torch.nn.Module)):
-        return False
-    row = rows[call.reads[0]]
-    if not row.is_floating_point():
-        return False
-    noise = torch.Generator().manual_seed(0)
-    for scale in (0, 0.1, 1, 10):
-        inputs = [row + (scale * torch.randn(row.shape, generator=noise)).to(row.device)]
-        trial = attempt(twin.modules, lambda row: [inner(row)], inputs)
-        if not repeats(trial, twin.modules, lambda row: inner(row.unsqueeze(0)), inputs):
-            return False
-    return True
 
 
 def _takes_shortcuts(twin: TorchPolicy, trial: Trial, rows: Mapping[Key, torch.Tensor]) -> bool:

@@ -108,8 +108,6 @@ class TorchPolicy(Policy):
     graphed = False
     """Run it as a CUDA graph if it computes on another device than the slab's; see `Staging`."""
     staging: Staging | None = None
-    takes_batch_of_one = False
-    """A lone env's observation may be given with a batch dimension of one; see `probe`."""
     takes_shortcuts = False
     """Layers may be called without `nn.Module.__call__`; see `shortcuts`."""
 
@@ -219,11 +217,8 @@ class TorchPolicy(Policy):
         if self.device != slab.device:
             self.staging = self.staging or Staging(self, call.reads, slab)
             return self.staging.bind(inner, slab)
-        forms, batched = self.forms, self.interface.batched
-        if self.takes_batch_of_one:
-            forms, batched = [Form.of_action(self.interface.actions[0], (1,))], True
-        rows = [slab.rows(key, batched) for key in call.reads]
-        writes = [form.writer(slab) for form in forms]
+        rows = [slab.rows(key, self.interface.batched) for key in call.reads]
+        writes = [form.writer(slab) for form in self.forms]
 
         def act(t: int) -> None:
             values = inner(*[row[t] for row in rows])

@@ -87,7 +87,7 @@ class TensorDictPolicy(TorchPolicy):
 
     def refresh(self) -> None:
         if self._apart is not None and unwrap(self.policy) != self._apart:
-            self._apart, self.takes_batch_of_one = None, False
+            self._apart = None
             self.calls = [self.as_it_is()]
 
 
