@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -114,12 +115,16 @@ def speed(
     seconds: float,
     publish: bool,
     counts: Callable[[Any], int] = count,
+    most: float = math.inf,
 ) -> dict[str, float]:
-    """Collect for some seconds, each batch counted; the first four are for warming up."""
-    for _ in range(4):
+    """Collect for some seconds, each batch counted; the first four are for warming up.
+
+    If `most` frames are given, it ends with them, and nothing is done to warm up.
+    """
+    for _ in range(4 if most == math.inf else 0):
         next(batches)
     started, used, frames = perf_counter(), _own_cpu(), 0
-    while perf_counter() - started < seconds:
+    while perf_counter() - started < seconds and frames < most:
         frames += counts(next(batches))
         if publish:
             collector.update_policy_weights_()

@@ -6,6 +6,7 @@ left out of the table, which says why. RLlib needs the extra `bench-ray`.
 
     python -m bench.ray --works cartpole-1 cartpole-8 pixels-8 --rounds 5
     python -m bench.ray --update             # weights are published after every batch
+    python -m bench.ray --update --frames 10000 # a run of so many frames, from its first batch on
     python -m bench.ray --publish --workers 8   # time to publish 1, 10 and 100 MB
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -82,7 +84,7 @@ class _NoDoor:
         pass
 
 
-def make_swath(name: str, work: Work, sync: bool, workers: int) -> Any:
+def make_swath(name: str, work: Work, sync: bool, workers: int, ready: bool = True) -> Any:
     from swath.collectors import MultiAsyncCollector, MultiSyncCollector
     from swath.collectors.distributed import RayCollector
     from swath.workers import ray as place
@@ -99,7 +101,7 @@ def make_swath(name: str, work: Work, sync: bool, workers: int) -> Any:
     )
 
 
-def make_torchrl(name: str, work: Work, sync: bool, workers: int) -> Any:
+def make_torchrl(name: str, work: Work, sync: bool, workers: int, ready: bool = True) -> Any:
     from tensordict.nn import TensorDictModule
     from torchrl import collectors
 
@@ -125,11 +127,12 @@ def make_torchrl(name: str, work: Work, sync: bool, workers: int) -> Any:
         ray_init_config=lean(workers),
         remote_configs={"num_cpus": 1, "num_gpus": 0},
     )
-    collector.update_policy_weights_()
+    if ready:  # it connects its actors for weights with the first that are published
+        collector.update_policy_weights_()
     return collector
 
 
-def make_rllib(name: str, work: Work, sync: bool, workers: int) -> Any:
+def make_rllib(name: str, work: Work, sync: bool, workers: int, ready: bool = True) -> Any:
     import ray
     from bench.rllib import EnvRunners
 
@@ -137,9 +140,10 @@ def make_rllib(name: str, work: Work, sync: bool, workers: int) -> Any:
     return EnvRunners(work, sync, workers)
 
 
-def make(name: str, work: Work, sync: bool, workers: int) -> Any:
+def make(name: str, work: Work, sync: bool, workers: int, ready: bool = True) -> Any:
+    """Make a collector; it is `ready` if what is done once only, at first, has been done."""
     kinds = dict.fromkeys((SWATH, ELSEWHERE, PROCESSES), make_swath) | {RLLIB: make_rllib}
-    return kinds.get(name, make_torchrl)(name, work, sync, workers)
+    return kinds.get(name, make_torchrl)(name, work, sync, workers, ready)
 
 
 # -- one contestant, in a process of its own ------------------------------------------------------
@@ -167,12 +171,14 @@ def collecting(name: str, work: Work, sync: bool, options: argparse.Namespace) -
     began = monotonic()
     if name == HANDS:
         return {"fps": hand_speed(work, options.seconds, options.workers)}
-    collector = make(name, work, sync, options.workers)
+    most = options.frames or math.inf
+    collector = make(name, work, sync, options.workers, ready=most == math.inf)
     batches = iter(collector)
     next(batches)
     first = monotonic() - began
     counts = sys.modules["bench.rllib"].count if name == RLLIB else count
-    found = speed(collector, batches, options.seconds, options.update, counts)
+    seconds = options.seconds if most == math.inf else math.inf
+    found = speed(collector, batches, seconds, options.update, counts, most)
     found["cpu_us_per_frame"] = 1e6 * found["learner_cpu"] / found["fps"]
     return found | {"first_batch": first}
 
@@ -206,7 +212,7 @@ def _milliseconds(act: Callable[[], Any]) -> float:
 def run(name: str, what: str, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.ray", "--one", name, what, kind]
     command += ["--seconds", str(options.seconds), "--workers", str(options.workers)]
-    command += ["--update"] * options.update
+    command += ["--update"] * options.update + ["--frames", str(options.frames)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -292,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--frames", type=int, default=0, help="of a run, instead of seconds")
     parser.add_argument("--patience", type=float, default=180.0, help="seconds for one contestant")
     parser.add_argument("--update", action="store_true", help="publish after every batch")
     parser.add_argument("--publish", action="store_true", help="only: time to publish weights")

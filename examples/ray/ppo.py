@@ -27,14 +27,22 @@ class ActorCritic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
-        self.critic = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.actor, self.critic = mlp(4, 64, 2, gain=0.01), mlp(4, 64, 1, gain=1.0)
 
     def forward(self, observation: Tensor) -> dict[str, Tensor]:
         choice = Categorical(logits=self.actor(observation))
         action = choice.sample()
         value = self.critic(observation).squeeze(-1)
         return {"action": action, "log_prob": choice.log_prob(action), "value": value}
+
+
+def mlp(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers with orthogonal weights; `gain` scales the last layer's."""
+    layers = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)
+    for layer, scale in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 @torch.no_grad()
@@ -83,27 +91,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", help="of a Ray cluster; one is started here by default")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--frames", type=int, default=100_000)
+    parser.add_argument("--frames", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # a small network; the cores are the actors'
     network = ActorCritic()
-    optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+    optimizer = torch.optim.Adam(network.parameters(), 1e-3, fused=True)
+    frames_per_batch = args.actors * ENVS_PER_ACTOR * STEPS
+    batches = -(-args.frames // frames_per_batch)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, batches)
     with RayCollector(
         [[ENV] * ENVS_PER_ACTOR] * args.actors,
         network,
         sync=True,
         address=args.address,
-        frames_per_batch=args.actors * ENVS_PER_ACTOR * STEPS,
+        frames_per_batch=frames_per_batch,
         total_frames=args.frames,
         seed=args.seed,
     ) as collector:
-        for number, batch in enumerate(collector):
+        for number, batch in enumerate(collector, 1):
             learn(network, optimizer, batch)
+            decay.step()
             collector.update_policy_weights_()
             stats = collector.stats()
-            if number % 10 == 9 and stats["return"]:
+            if (number % 20 == 0 or number == batches) and stats["return"]:
                 print(f"{stats['frames']:>8,} frames: return {stats['return']['last_100']:.1f}")
 
 
