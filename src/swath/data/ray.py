@@ -141,7 +141,7 @@ class RayReplayBuffer:
         ReplayBuffer(capacity, **options).close()  # wrong arguments are told here
         self.capacity, self.batch_size = capacity, options.get("batch_size")
         self.samples_per_insert = options.get("samples_per_insert")
-        enter(address, ray_init_config or {}, 2)
+        self._entered = enter(address, ray_init_config, 2, 120.0)
         self._owner = True
         try:
             kind = needed().remote(
@@ -149,7 +149,7 @@ class RayReplayBuffer:
             )
             self._actor = kind(Keeper).options(**(remote_config or {})).remote(capacity, options)
         except BaseException:
-            leave()
+            leave(self._entered)
             raise
 
     def __reduce__(self) -> Any:
@@ -233,7 +233,7 @@ class RayReplayBuffer:
         if self._owner and needed().is_initialized():
             self._owner = False
             needed().kill(self._actor)
-            leave()
+            leave(self._entered)
 
     def __enter__(self) -> RayReplayBuffer:
         return self

@@ -114,14 +114,14 @@ class RayPlace:
             closed, self._closed = self._closed, True
             last = not closed and not self._links
         if last:
-            leave()
+            leave(self._session)
 
     def _let_go(self) -> None:
         with self._lock:
             self._links -= 1
             last = self._closed and not self._links
         if last:
-            leave()
+            leave(self._session)
 
 
 def _options(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class RayCollector(PairedCollector):
         self._follows, self._next_look = count == "auto", monotonic() + _LOOK_EVERY
         cpus = sum(needs_of(one).get("CPU", 0) for one in self._configs) / len(self._configs)
         most = 1 if count == "auto" else count * given.num_workers_per_collector
-        enter(given.address, given.ray_init_config or {}, cpus * most)
+        entered = enter(given.address, given.ray_init_config, cpus * most, given.launch_timeout)
         try:
             if count == "auto":
                 count = max(1, min(self._room(), given.max_collectors))
@@ -80,7 +80,7 @@ class RayCollector(PairedCollector):
             super().__init__(makers, policy, **{**options, "num_workers": None})
         except BaseException:
             if not hasattr(self, "_crew"):  # which leaves by itself
-                leave()
+                leave(entered)
             raise
 
     def _place(self, count: int) -> Place:
