@@ -157,6 +157,37 @@ def test_a_vector_gives_the_same_bit_for_bit(shape, dtype, transposed):
         assert torch.equal(row, given)
 
 
+def test_what_a_module_of_the_user_keeps_is_not_written_to():
+    kept = []
+
+    class Keeping(nn.Module):
+        def forward(self, x):
+            kept.append((x, x.clone()))
+            return x
+
+    inner = nn.Sequential(nn.Tanh(), Keeping(), nn.Tanh(), Keeping(), nn.ReLU())
+    net = nn.Sequential(nn.Linear(4, 8), inner, nn.Linear(8, 8), Keeping(), nn.Tanh())
+    for row in torch.randn(4), torch.randn(3, 4):
+        shortened(net)(row)
+    assert len(kept) == 6
+    assert all(torch.equal(one, was) for one, was in kept)
+
+
+def test_vectors_with_a_stride_and_weights_that_share_rows():
+    net, row = nn.Linear(64, 5), torch.randn(64, 2)
+    assert all(torch.equal(shortened(net)(row[:, n]), net(row[:, n])) for n in (0, 1))
+    net.weight = nn.Parameter(torch.randn(1, 64).expand(5, 64))
+    assert torch.equal(shortened(net)(row[:, 0].clone()), net(row[:, 0].clone()))
+
+
+def test_within_autocast_vectors_have_its_type():
+    net, row = nn.Linear(64, 5), torch.randn(64)
+    short = shortened(net)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert short(row).dtype is torch.bfloat16
+        assert torch.equal(short(row), net(row))
+
+
 def test_a_lone_env_is_spared_the_longer_way_that_torch_has_for_vectors(monkeypatch):
     net, calls, addmv = (
         nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)),

@@ -135,6 +135,7 @@ def _calls(module: nn.Module) -> Iterator[Call]:
             assert child is not None
             for call in _calls(child):
                 yield _IN_PLACE.get(call, call) if fresh else call
+                fresh = False
             fresh = type(child) is nn.Linear and not is_altered(child)
     elif kind is nn.Linear:
         yield _linear(module._parameters)
@@ -146,6 +147,7 @@ def _calls(module: nn.Module) -> Iterator[Call]:
 
 def _linear(parameters: dict[str, Any]) -> Call:
     linear, of_vector = torch.nn.functional.linear, torch.addmv
+    autocast = torch.is_autocast_enabled
     weight, bias = parameters.get("weight"), parameters.get("bias")
     direct = (
         isinstance(weight, nn.Parameter)
@@ -157,7 +159,7 @@ def _linear(parameters: dict[str, Any]) -> Call:
     def call(value: Any) -> Any:
         # Looked up at each call: they may be exchanged at any time, as `torch.func` does.
         weight, bias = parameters["weight"], parameters["bias"]
-        if direct and value.dim() == 1:
+        if direct and value.dim() == 1 and value.stride(0) == 1 and not autocast("cpu"):
             return of_vector(bias, weight, value)
         return linear(value, weight, bias)
 
@@ -170,7 +172,8 @@ def _is_exact(shape: Any, stride: Any, dtype: torch.dtype, threads: int) -> bool
 
     Which kernels run depends on these alone, so a few values tell.
     """
-    if dtype not in (torch.float32, torch.float64):
+    overlap = any(step == 0 for step in stride)
+    if overlap or dtype not in (torch.float32, torch.float64):
         return False
     kind: Any = {"dtype": dtype, "device": "cpu"}
     draw = functools.partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), **kind)
