@@ -323,16 +323,17 @@ class BaseCollector(abc.ABC):
         Args:
             timeout: Seconds after which what has not ended by itself is ended or left alone.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if self._bar is not None:
-            self._bar.close()
-        if self._background is not None:
-            self._background.stop(0.0)
-        self._shutdown(timeout)
-        if self._background is not None:
-            self._background.stop(timeout)
+        with self._shield:  # calling it again would not end what Ctrl-C had left
+            if self._closed:
+                return
+            self._closed = True
+            if self._bar is not None:
+                self._bar.close()
+            if self._background is not None:
+                self._background.stop(0.0)
+            self._shutdown(timeout)
+            if self._background is not None:
+                self._background.stop(timeout)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -85,6 +85,7 @@ class CrewedCollector(BaseCollector):
         self._rows = {number: Row() for number in self._numbers}
         self._episodes, self._shares = Episodes(0), Shares()
         self._first_collect: float | None = None
+        self._unplaced: dict[int, Died] = {}  # those who look for a place, and why they have none
         self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
         self._shield = self._crew.shield
         self._slabs = self._crew.place.slabs(self._crew)
@@ -206,6 +207,7 @@ class CrewedCollector(BaseCollector):
         elif isinstance(report, Ready):
             check_equal(self._forms, report, worker)
             self._starting.discard(worker)
+            self._unplaced.pop(worker, None)
             self._block.begin(worker)
             self._storing.forget(worker)
             self._joined(worker)
@@ -224,13 +226,9 @@ class CrewedCollector(BaseCollector):
     def _mend(self, worker: int, event: Failed | Died) -> None:
         """Restart a worker that failed and order again what it owes; otherwise raise."""
 
-    @abc.abstractmethod
-    def _needs(self, worker: int) -> bool:
-        """Tell whether nothing can be delivered before this worker is there."""
-
     def _recovered(self, worker: int, event: Failed | Died) -> None:
         """Restart a worker that failed, or raise what happened."""
-        patient = isinstance(event, Died) and event.unplaced and not self._needs(worker)
+        patient = isinstance(event, Died) and event.unplaced and bool(self._up())
         storing = isinstance(event, Failed) and event.storing  # it is not the worker that failed
         if storing or not (patient or self._supervisor.forgives()):
             raise self._supervisor.error(worker, event)
@@ -239,6 +237,8 @@ class CrewedCollector(BaseCollector):
         self._rows[worker].restarts += not patient
         self._starting.discard(worker)
         self._crew.dismiss(worker)
+        if isinstance(event, Died) and patient:
+            self._unplaced[worker] = event
         self._crew.launch([worker])
         self._starting.add(worker)
 
@@ -267,11 +267,18 @@ class CrewedCollector(BaseCollector):
         return [number for number in self._numbers if number not in self._starting]
 
     def _calm(self, everyone: bool = False) -> None:
-        """Wait until all rest: those that are being started, too, if they have found a place."""
+        """Wait until all rest: those that are being started, too, if they have found a place.
+
+        If `everyone` is needed, those that have found none in time are an error.
+        """
         self._settle()
+        known = dict(self._unplaced)
         while any(everyone or self._has_place(number) for number in self._starting):
             self._listen()
             self._settle()
+            late = [one for one, why in self._unplaced.items() if why is not known.get(one)]
+            if everyone and late:
+                raise self._supervisor.error(late[0], self._unplaced[late[0]])
 
     def _has_place(self, worker: int) -> bool:
         link = self._crew.links.get(worker)
@@ -280,22 +287,34 @@ class CrewedCollector(BaseCollector):
     # -- more and fewer workers -----------------------------------------------------------------
 
     def _hire(self, count: int) -> None:
-        """Start more workers, like those at first; each takes part once it is there."""
-        for _ in range(count):
-            like = len(self._crew) % self._first_workers
-            number = self._crew.hire(like)
-            plan = replace(self._plans[like], worker=number, init_random_frames=0)
-            self._plans[number], self._rows[number] = plan, Row()
-            self._numbers.append(number)
-            self._starting.add(number)
-            self._crew.launch([number])
+        """Start more workers, like those at first; each takes part once it is there.
+
+        They begin with the weights that the oldest worker has.
+        """
+        with self._shield:
+            for _ in range(count):
+                like = len(self._crew) % self._first_workers
+                number = self._crew.hire(like)
+                self._crew.launch([number])
+                plan = replace(self._plans[like], worker=number, init_random_frames=0)
+                self._plans[number], self._rows[number] = plan, Row()
+                self._block.follow(number, self._numbers[0])
+                self._numbers.append(number)
+                self._starting.add(number)
 
     def _retire(self, numbers: Sequence[int], timeout: float) -> None:
         """End workers between two batches; what they have collected is delivered."""
         self._settle()
-        for number in numbers:
-            self._numbers.remove(number)
-            self._starting.discard(number)
-            self._crew.retire(number, timeout)
-            self._block.forget(number)
-            self._lose(number)
+        with self._shield:
+            for number in numbers:
+                self._numbers.remove(number)
+                self._starting.discard(number)
+                self._unplaced.pop(number, None)
+                self._crew.retire(number, timeout)
+                self._lose(number)
+                self._left(number)
+
+    def _left(self, worker: int) -> None:
+        """Keep nothing for a worker that does not come again."""
+        self._block.forget(worker)
+        self._slabs.forget(worker)

@@ -66,14 +66,14 @@ class MultiCollector(CrewedCollector):
 
     def _fetch_held(self) -> None:
         assert self._assembler is not None
-        for frames in self._storing.held(clear=True):
+        for frames in self._storing.held(self._up(), clear=True):
             self._assembler.push(frames)
 
     def _assembler_state(self) -> dict[str, Any]:
         whole = self._finishing.assembler()
         assert whole is not None
         whole.load_state_dict(super()._assembler_state())
-        for frames in self._storing.held(clear=False):
+        for frames in self._storing.held(self._up(), clear=False):
             whole.push(frames)
         return whole.state_dict()
 
@@ -144,14 +144,23 @@ class MultiCollector(CrewedCollector):
         unknown = [number for number in numbers if number not in self._numbers]
         if unknown:
             raise UsageError(f"worker_ids {unknown} do not exist; workers are {self._numbers}.")
-        block, later = self._block, self._publishes_later()
-        block.publish({} if source is None else source, self._version + 1, numbers, later)
-        self._version += 1
-        self._note_version(self._version)
+        later = self._publishes_later()
+        version = self._publish(source, numbers, later)
         if wait:
             with self.pause():
                 self._acknowledge(numbers, later)
-        return self._version
+        return version
+
+    def _publish(self, source: Any, numbers: Sequence[int], later: bool) -> int:
+        """Publish weights as a version that no others have, whatever happens."""
+        with self._shield:
+            self._version = version = self._version + 1
+            try:
+                self._block.publish({} if source is None else source, version, numbers, later)
+            except UsageError:  # they do not fit, and nobody has them
+                self._version -= 1
+                raise
+            return self._note_version(version)
 
     def _acknowledge(self, numbers: Sequence[int], later: bool) -> None:
         if later:

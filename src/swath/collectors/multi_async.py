@@ -176,8 +176,11 @@ class MultiAsyncCollector(MultiCollector):
         for steps in self._owed.pop(worker, ()):
             self._send(worker, self._pools[worker].take(), steps)
 
-    def _needs(self, worker: int) -> bool:
-        return not self._up()
+    def _left(self, worker: int) -> None:
+        super()._left(worker)
+        self._frozen.discard(worker)
+        for kept in (self._ordered, self._pools, self._transfers, self._owed):
+            kept.pop(worker, None)
 
     def _mend(self, worker: int, event: Failed | Died) -> None:
         orders = self._ordered.setdefault(worker, deque())

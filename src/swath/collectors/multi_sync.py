@@ -40,6 +40,8 @@ class _Round:
     frames: int = 0
     broken: set[int] = field(default_factory=set)
     """Those whose part failed."""
+    absent: set[int] = field(default_factory=set)
+    """Those who look for a place, and have no part in it."""
 
     @property
     def failed(self) -> bool:
@@ -141,7 +143,7 @@ class MultiSyncCollector(MultiCollector):
         self._finish()
         done, self._round = self._round, None
         assert done is not None
-        if not any(done.rows.values()) and len(done.frozen) == len(self._members):
+        if not any(done.rows.values()) and len(done.frozen | done.absent) == len(self._members):
             self._pool.give_back(done.slab)
             return None
         batch, frames = self._outcome(done)
@@ -152,8 +154,8 @@ class MultiSyncCollector(MultiCollector):
     def _begin(self, frames_left: float) -> None:
         """Order one rollout of each worker."""
         self._block.direct()
-        fewer = [number for number in self._members if number in self._numbers]
-        members = fewer + [n for n in self._up() if n not in self._members]
+        known = {*self._members, *self._up()}  # members may be started again meanwhile
+        members = [n for n in self._numbers if n in known and n not in self._unplaced]
         if members != list(self._members):
             self._use(members)
         whole = self.frames_per_batch
@@ -202,6 +204,9 @@ class MultiSyncCollector(MultiCollector):
                 self._give_up(current, worker, event)
             if not told:  # the first failure of a round is the one that is told
                 raise
+        if current is not None and worker in self._unplaced:
+            current.waiting.discard(worker)
+            current.absent.add(worker)
 
     def _joined(self, worker: int) -> None:
         current = self._round
@@ -213,9 +218,6 @@ class MultiSyncCollector(MultiCollector):
             self._slabs.order(worker, current.slab, span, current.steps[worker])
             if current.failed:
                 self._crew.interrupt(worker)
-
-    def _needs(self, worker: int) -> bool:
-        return worker in self._members
 
     def _give_up(self, current: _Round, worker: int, event: Failed | Died) -> None:
         """Note what is whole of a round that fails, and stop the others."""
@@ -276,12 +278,25 @@ class MultiSyncCollector(MultiCollector):
         """Return the batch joined along time, if that was asked for; this copies."""
         how = self.options.cat_results
         batched = self._forms.interface.batched
-        if self._assembler is not None or how == "stack" or (how == 0 and batched):
+        if self._assembler is not None:
             return batch
+        if how == "stack" or (how == 0 and batched):
+            return self._of_those_there(batch, done) if done.absent else batch
         parts = [batch[i][..., : done.rows.get(w, 0)] for i, w in enumerate(self._members)]
         joined: TensorDict = torch.cat(parts, -1)
         joined.names = [*[None] * (joined.batch_dims - 1), "time"]
         return joined
+
+    def _of_those_there(self, batch: TensorDict, done: _Round) -> TensorDict:
+        """Return the batch without the rows of those who had no part in it; this copies."""
+        there = [worker for worker in self._members if worker not in done.absent]
+        if self.options.cat_results == "stack":
+            rows = [list(self._members).index(worker) for worker in there]
+        else:
+            rows = [row for worker in there for row in range(*self._members[worker])]
+        fewer: TensorDict = batch[rows]
+        fewer.names = batch.names
+        return fewer
 
     # -- between batches ------------------------------------------------------------------------
 

@@ -131,7 +131,8 @@ class Collector(BaseCollector):
     def _shutdown(self, timeout: float) -> None:
         if self._background is not None:
             self._background.stop(timeout)  # the envs may be closed once it does not step them
-        self.group.close()
+        with self._shield.lifted():
+            self.group.close()
 
     def reset(self) -> None:
         """Start new episodes with the next batch; open ones are cut where they stand."""
@@ -176,7 +177,8 @@ class Collector(BaseCollector):
             module = self._module()
             if module is None:
                 raise UsageError("this collector's policy has no weights to update.")
-            copy_weights(policy_or_weights, module)
+            with self._shield:
+                copy_weights(policy_or_weights, module)
         self._runner.version += 1
         return self._note_version(self._runner.version)
 

@@ -5,6 +5,8 @@ The worker's side, and a drawing of both, is in `workers/store.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tensordict import TensorDict
 
 from swath.collectors.options import Options
@@ -86,11 +88,9 @@ class Storing:
             self._options.replay_buffer.prepare(unpack(rolled.first))
             self.share(worker)
 
-    def held(self, clear: bool) -> list[TensorDict]:
+    def held(self, workers: Sequence[int], clear: bool) -> list[TensorDict]:
         """Return the trajectories that workers have not written yet, and let them forget or not."""
         if not self.on:
             return []
-        answers = self._supervisor.checked(
-            self._crew.call(dict.fromkeys(self._crew.links, TakeHeld(clear)))
-        )
+        answers = self._supervisor.checked(self._crew.call(dict.fromkeys(workers, TakeHeld(clear))))
         return [frames for one in answers.values() if (frames := unpack(one.state)) is not None]

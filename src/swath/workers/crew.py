@@ -90,10 +90,10 @@ class Crew:
 
     def launch(self, numbers: Sequence[int]) -> None:
         """Start workers; each will answer `Built`."""
-        with self._listening:
+        with self._listening, self.shield:
             self._check_open()
             jobs = {number: pack(self._jobs[number], "the job") for number in numbers}
-            self._links.update(self.place.launch(jobs))
+            self._links.update(self.place.launch(jobs, self.shield))
             self._silent.update(numbers)
             for number in numbers:
                 self._owing[number] = deque([monotonic()])
@@ -154,9 +154,10 @@ class Crew:
 
         A failure or death is the answer, too. Rollouts that are reported meanwhile are kept.
         """
-        for number, message in messages.items():
-            self.order(number, message)
-        return self.answers(list(messages))
+        with self.shield:
+            for number, message in messages.items():
+                self.order(number, message)
+            return self.answers(list(messages))
 
     def answers(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Wait for one answer from each of these workers."""
@@ -271,8 +272,11 @@ class Crew:
 
     def close(self, timeout: float) -> None:
         """End all workers, once: asked first, killed after `timeout` seconds."""
-        if os.getpid() != self._owner or not self._closing.acquire(blocking=False):
-            return
+        with self.shield:  # or what is left would never be ended
+            if os.getpid() == self._owner and self._closing.acquire(blocking=False):
+                self._close(timeout)
+
+    def _close(self, timeout: float) -> None:
         os.write(self._bell[1], b"!")
         self.place.close()
         with self._listening:

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from swath.links import Link, ProcessLink
 from swath.memory import Layout, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec
+from swath.shield import Shield
 from swath.workers.body import main
 from swath.workers.messages import Attach, Collect, Detach, Weights
 
@@ -44,8 +45,11 @@ class Place(Protocol):
         """Raise if no worker can be heard any more; return the seconds until the next look."""
         ...
 
-    def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
-        """Start these workers; each will answer `Built`."""
+    def launch(self, payloads: Mapping[int, bytes], shield: Shield) -> dict[int, Link]:
+        """Start these workers, all or none; each will answer `Built`.
+
+        Ctrl-C is held back by a shield, which is lifted where something is waited for.
+        """
         ...
 
     def slabs(self, crew: Crew) -> Slabs:
@@ -80,6 +84,10 @@ class Slabs(Protocol):
         """Order a rollout into a part of a slab; it is there when `Rolled` or `Failed` comes."""
         ...
 
+    def forget(self, worker: int) -> None:
+        """Keep nothing for a worker that does not come again."""
+        ...
+
     def tidy(self) -> None:
         """Tell workers which slabs are gone."""
         ...
@@ -100,6 +108,10 @@ class Publisher(Protocol):
         self, source: Any, version: int, workers: Sequence[int], later: bool = False
     ) -> None:
         """Copy weights, once, and let these workers have them, or `later`."""
+        ...
+
+    def follow(self, worker: int, other: int) -> None:
+        """Let a worker that will be started have what is published for another one."""
         ...
 
     def forget(self, worker: int) -> None:
@@ -123,9 +135,10 @@ class LocalPlace:
     def check(self) -> None:
         """Nothing: links notice the end of their processes."""
 
-    def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
+    def launch(self, payloads: Mapping[int, bytes], shield: Shield) -> dict[int, Link]:
         """Start workers; see `Place`."""
-        return {number: ProcessLink(main, payload) for number, payload in payloads.items()}
+        with shield.lifted():
+            return {number: ProcessLink(main, payload) for number, payload in payloads.items()}
 
     def slabs(self, crew: Crew) -> Slabs:
         """Return slabs in shared memory."""
@@ -184,6 +197,9 @@ class SharedSlabs:
     def order(self, worker: int, slab: Slab, span: tuple[int, int], steps: int) -> None:
         """Order a rollout into a slab that the worker maps."""
         self._crew.order(worker, Collect(slab.number, steps))
+
+    def forget(self, worker: int) -> None:
+        """Nothing: slabs are kept for nobody."""
 
     def tidy(self) -> None:
         """Tell workers which slabs are gone."""

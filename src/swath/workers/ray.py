@@ -28,6 +28,7 @@ from swath.links.door import Door
 from swath.links.ray import RayLink
 from swath.memory import Slab
 from swath.memory.weights import WeightBlock, WeightSpec
+from swath.shield import Shield
 from swath.workers.host import Host
 from swath.workers.messages import Publish, Weights
 from swath.workers.place import Publisher, SharedSlabs, Slabs
@@ -71,10 +72,19 @@ class RayPlace:
             raise UsageError(f"remote_configs: {error}") from error
         self._kinds = kinds
 
-    def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
+    def launch(self, payloads: Mapping[int, bytes], shield: Shield) -> dict[int, Link]:
         """Ask Ray for actors; none is waited for."""
         self.check()
-        return {number: self._launched(number, payload) for number, payload in payloads.items()}
+        links: dict[int, Link] = {}
+        try:
+            for number, payload in payloads.items():
+                links[number] = self._launched(number, payload)
+        except BaseException:
+            for link in links.values():
+                link.kill()
+                link.close()
+            raise
+        return links
 
     def check(self) -> float:
         """Raise if Ray was shut down since: a call would start another one, or never end."""
@@ -85,9 +95,15 @@ class RayPlace:
     def _launched(self, number: int, payload: bytes) -> RayLink:
         with self._lock:
             self._links += 1
-        needs = needs_of(self._configs[number % len(self._configs)])
-        door = Door()
-        actor = self._kinds[number % len(self._kinds)].remote(sys.path, door.name)
+        needs, door = needs_of(self._configs[number % len(self._configs)]), None
+        try:
+            door = Door()
+            actor = self._kinds[number % len(self._kinds)].remote(sys.path, door.name)
+        except BaseException:
+            if door is not None:
+                door.close()
+            self._let_go()
+            raise
         return RayLink(actor, payload, lambda: self._unplaced(needs), self._let_go, door)
 
     def _unplaced(self, needs: Mapping[str, float]) -> str:
@@ -183,6 +199,15 @@ class _RayWeights(RemoteWeights):
         else:
             shared.publish_flat(block, message.missing, message.version, reader)
             self._written[group] = message, reader
+
+    def forget(self, worker: int) -> None:
+        super().forget(worker)
+        group = worker // _READERS
+        if not any(one // _READERS == group for one in self._begun):
+            self._written.pop(group, None)
+            block: Any = self._blocks.pop(group, None)
+            if block is not None:
+                block.memory.close_descriptor()
 
     def close(self) -> None:
         for block in self._blocks.values():

@@ -29,6 +29,7 @@ from swath.links.gate import Arrival, Gate, dial
 from swath.links.remote import Bulk, RemoteLink, RemotePort
 from swath.memory import HeapMemory, Layout, Slab
 from swath.memory.weights import WeightSpec
+from swath.shield import Shield
 from swath.workers.body import serve
 from swath.workers.messages import Attach, Collect, Publish
 from swath.workers.place import Publisher, Slabs
@@ -166,15 +167,17 @@ class RemotePlace:
     def check(self) -> None:
         """Nothing: links notice the end of their connections."""
 
-    def launch(self, payloads: Mapping[int, bytes]) -> dict[int, Link]:
+    def launch(self, payloads: Mapping[int, bytes], shield: Shield) -> dict[int, Link]:
         """Start workers and wait until each has come in."""
-        started = self._launcher.start(self._invitation, list(payloads))
+        with shield.lifted():
+            started = self._launcher.start(self._invitation, list(payloads))
         until = float("inf") if self._limit is None else monotonic() + self._limit
         links: dict[int, Link] = {}
         try:
-            for number, payload in payloads.items():
-                arrival = self._arrived(number, until, started[number].check)
-                links[number] = self._connected(arrival, payload, started[number])
+            with shield.lifted():
+                for number, payload in payloads.items():
+                    arrival = self._arrived(number, until, started[number].check)
+                    links[number] = self._connected(arrival, payload, started[number])
         except BaseException:
             for one in started.values():
                 one.cancel()
@@ -300,6 +303,12 @@ class RemoteSlabs:
             self._own[worker, turn] = Slab(layout, HeapMemory(layout.nbytes))
         return self._own[worker, turn]
 
+    def forget(self, worker: int) -> None:
+        """Let go of what was staged for a worker that does not come again."""
+        self._turns.pop(worker, None)
+        for turn in range(IN_FLIGHT):
+            self._own.pop((worker, turn), None)
+
     def tidy(self) -> None:
         """Nothing: workers know none of these slabs."""
 
@@ -335,15 +344,23 @@ class RemoteWeights:
         """Copy weights into one block and send it to these workers, or `later`."""
         fitting = self._spec.fit(source)
         whole = len(fitting) == len(self._spec.shapes)
-        block = np.empty_like(self._newest) if whole else self._newest.copy()
-        for name, view in self._spec.unflatten(block).items():
-            if name in fitting:
-                view.copy_(fitting[name])
-        self._newest, self._missing = block, self._missing - set(fitting)
-        what = Publish(version, self._missing), block
-        self._later.update(dict.fromkeys(workers, what))
-        if not later:
-            self.direct()
+        with self._lock:
+            block = np.empty_like(self._newest) if whole else self._newest.copy()
+            for name, view in self._spec.unflatten(block).items():
+                if name in fitting:
+                    view.copy_(fitting[name])
+            self._newest, self._missing = block, self._missing - set(fitting)
+            what = Publish(version, self._missing), block
+            self._later.update(dict.fromkeys(workers, what))
+            if not later:
+                self.direct()
+
+    def follow(self, worker: int, other: int) -> None:
+        """Let a worker that will be started have what is published for another one."""
+        with self._lock:
+            for kept in (self._current, self._later):
+                if other in kept:
+                    kept[worker] = kept[other]
 
     def forget(self, worker: int) -> None:
         """Keep nothing for a worker that does not come again."""

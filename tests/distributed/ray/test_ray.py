@@ -179,6 +179,19 @@ def test_options_of_ray_are_checked_where_they_are_given():
         Collector(CountingEnv, frames_per_batch=10, num_collectors=2)
 
 
+def test_the_cluster_that_is_used_is_the_one_that_was_meant(cluster):
+    own = cluster.get_runtime_context().gcs_address
+    with RayCollector([CountingEnv], frames_per_batch=20, address=own) as collector:
+        assert collector.next().numel() == 20
+    with pytest.raises(UsageError, match="is connected to the cluster at"):
+        RayCollector([CountingEnv], frames_per_batch=20, address="127.0.0.1:1")
+    with (
+        pytest.warns(UserWarning, match=r"ray_init_config has no effect \(num_cpus\)"),
+        RayCollector([CountingEnv], frames_per_batch=20, ray_init_config={"num_cpus": 7}),
+    ):
+        pass
+
+
 def test_actors_get_the_resources_that_they_are_given(cluster):
     configs = [{"num_cpus": 0.5, "resources": {"rare": 1}}, {"num_cpus": 2}]
     with make(True, frames_per_batch=20, remote_configs=configs) as collector:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from pathlib import Path
 
+import gymnasium as gym
 import multi_kit as kit
+import numpy as np
 import pytest
 
 from swath.collectors.distributed import RayCollector
 from swath.collectors.distributed import ray as module
-from swath.errors import UsageError
+from swath.errors import UsageError, WorkerError
 from swath.testing import CountingEnv, SlowEnv, check_transitions
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
@@ -68,6 +72,68 @@ def test_sync_batches_grow_and_shrink():
         collector.stop_remote_collectors()
     assert check_transitions(batches) == frames
     assert len(stamps(batches)) == 3
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+def test_added_actors_begin_with_current_weights(sync):
+    policy = kit.Telling()
+    with RayCollector([kit.wide], policy, frames_per_batch=10, sync=sync) as collector:
+        collector.next()
+        collector.update_policy_weights_(policy.become(1), wait=True)
+        collector.add_collectors(1)
+        batches = []
+        while collector.stats()["workers"][1]["frames"] < 40:
+            batches.append(collector.next())
+        assert all(kit.told_right(batch) for batch in batches)
+        new = [batch for batch in batches if (batch["collector", "policy_version"] == 1).all()]
+        assert len(new) >= len(batches) - 2  # but for rollouts that were under way
+        assert collector.stats()["workers"][1]["lag"] == 0
+
+
+def mapped():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = [line.split()[0].split("-") for line in lines if "memfd:swath" in line]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in ends)
+
+
+class Large(gym.ObservationWrapper):
+    """Observations of 400 kB."""
+
+    def __init__(self):
+        super().__init__(CountingEnv())
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (100_000,), np.float32)
+
+    def observation(self, observation):
+        return np.full(100_000, observation[0], np.float32)
+
+
+def test_what_removed_actors_had_is_given_back():
+    with RayCollector([Large], frames_per_batch=10, remote_configs={"num_cpus": 0.1}) as collector:
+        sizes = []
+        for _ in range(2):
+            collector.add_collectors(1)
+            while collector.stats()["workers"][-1]["frames"] < 30:
+                collector.next()
+            collector.remove_collectors(1)
+            collector.next()
+            gc.collect()
+            sizes.append(mapped())
+        assert sizes[-1] <= sizes[0] + 10 * 2 * 400_000, sizes
+
+
+def test_who_asks_everyone_is_told_of_one_without_a_place_and_the_run_goes_on(cluster):
+    configs = {"resources": {"rare": 0.7}, "num_cpus": 0.1}
+    options = {"remote_configs": configs, "launch_timeout": 10.0}
+    with RayCollector([CountingEnv], frames_per_batch=10, **options) as collector:
+        collector.add_collectors(1)
+        batches = [collector.next()]
+        with pytest.raises(WorkerError, match=r"worker 1 .* has found no place within 10 s"):
+            collector.map_fn(lambda worker: worker.worker)
+        batches += [collector.next() for _ in range(10)]
+        collector.remove_collectors(1)
+        assert collector.map_fn(lambda worker: worker.worker) == [0]
+    check_transitions(batches)
 
 
 def test_auto_takes_what_the_cluster_has_and_follows_it(cluster, monkeypatch):

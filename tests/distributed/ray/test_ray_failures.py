@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from torch import nn
 
 from swath.collectors.distributed import RayCollector
 from swath.errors import ClosedError, EnvError, WorkerError
+from swath.links.door import Door
 from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
@@ -73,7 +75,8 @@ def test_an_actor_that_is_killed_through_ray_while_idle_is_replaced(cluster):
     check_transitions(batches)
 
 
-def test_others_deliver_while_a_replacement_finds_no_place(cluster):
+@KINDS
+def test_others_deliver_while_a_replacement_finds_no_place(sync, cluster):
     """The rare resource is taken as soon as it is free: the lost actor has no place."""
 
     @cluster.remote(num_cpus=0, resources={"rare": 1})
@@ -83,7 +86,7 @@ def test_others_deliver_while_a_replacement_finds_no_place(cluster):
 
     configs = [{}, {"resources": {"rare": 1}}]
     options = {"remote_configs": configs, "launch_timeout": 20.0}
-    with make(False, [CountingEnv] * 2, **options) as collector:
+    with make(sync, [CountingEnv] * 2, **options) as collector:
         batches = [collector.next() for _ in range(4)]
         greedy = Greedy.remote()
         victim = kit.pids_of(collector)[1]
@@ -96,11 +99,72 @@ def test_others_deliver_while_a_replacement_finds_no_place(cluster):
         batches += [collector.next() for _ in range(20)]
         rows = collector.stats()["workers"]
         assert (rows[1]["pid"], rows[1]["frames"]) == (None, before)
+        if sync:
+            assert {batch.batch_size for batch in batches[-15:]} == {(1, 10)}
+            assert batches[-1].names == [None, "time"]
         cluster.kill(greedy)
         while collector.stats()["workers"][1]["frames"] == before:
             batches.append(collector.next())
-    assert check_transitions(batches) == 20 * len(batches)
+        batches += [collector.next() for _ in range(2)]
+        frames = collector.stats()["frames"]
+    assert check_transitions(batches) == frames
+    assert not sync or batches[-1].batch_size == (2, 10)
     owners(batches)
+
+
+class Interrupting:
+    """Numbers, of which the first is taken when Ctrl-C comes."""
+
+    def __init__(self, numbers):
+        self.numbers, self.fired = numbers, False
+
+    def __next__(self):
+        number = next(self.numbers)
+        if not self.fired:
+            self.fired = True
+            signal.raise_signal(signal.SIGINT)
+        return number
+
+
+def publish(collector, policy):
+    for number in range(1, 1000):
+        collector.update_policy_weights_(policy.become(number))
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("far")
+def test_ctrl_c_in_a_call_that_brings_weights_breaks_no_link():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    policy = kit.Telling()
+    try:
+        slow = functools.partial(kit.slow_wide, 0.02)
+        with make(False, [slow], policy, on_worker_failure="raise") as collector:
+            batches = [collector.next() for _ in range(3)]
+            talk = collector._crew.links[0]._talk
+            talk._numbers = Interrupting(talk._numbers)
+            with pytest.raises(KeyboardInterrupt):
+                publish(collector, policy)
+            batches += [collector.next() for _ in range(5)]
+            assert all(kit.told_right(batch) for batch in batches)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    check_transitions(batches)
+
+
+def test_actors_that_were_asked_for_before_one_could_not_be_are_ended(monkeypatch):
+    """What is left behind is seen by the check around each test."""
+    made, door = [], Door.__init__
+
+    def failing(self):
+        made.append(self)
+        if len(made) == 2:
+            raise OSError("no more doors")
+        door(self)
+
+    monkeypatch.setattr(Door, "__init__", failing)
+    with pytest.raises(OSError, match="no more doors"):
+        make(True, [CountingEnv] * 3)
+    assert len(made) == 2
 
 
 @pytest.mark.usefixtures("anywhere")

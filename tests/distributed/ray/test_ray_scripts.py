@@ -201,6 +201,74 @@ def test_ctrl_c_comes_at_once_loses_nothing_and_ends_all():
     assert not left(pids, 30)
 
 
+def test_ctrl_c_while_a_cluster_is_started_or_ended_leaves_nothing():
+    script = start(
+        """
+        import functools, ray, signal, threading
+
+        class SlowToClose(CountingEnv):
+            def close(self):
+                time.sleep(1.5)
+
+        def later(seconds):
+            threading.Timer(seconds, lambda: signal.raise_signal(signal.SIGINT)).start()
+
+        def left():
+            deadline = time.monotonic() + 30
+            while (here := everyone()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            return here
+
+        init = ray.init
+        ray.init = functools.wraps(init)(lambda **options: later(0.5) or init(**options))
+        try:
+            RayCollector([CountingEnv], frames_per_batch=20, **OPTIONS)
+            say("no interrupt")
+        except KeyboardInterrupt:
+            say("started:", ray.is_initialized(), left())
+        ray.init = init
+        collector = RayCollector([SlowToClose] * 2, frames_per_batch=20, **OPTIONS)
+        collector.next()
+        try:
+            later(0.5)
+            collector.shutdown()
+            say("no interrupt")
+        except KeyboardInterrupt:
+            say("ended:", ray.is_initialized(), left())
+        """
+    )
+    with script:
+        out, err = script.communicate(timeout=200)
+    assert script.returncode == 0, err
+    assert out.splitlines() == ["started: False []", "ended: False []"]
+
+
+def test_a_collector_ends_no_cluster_but_its_own():
+    script = start(
+        """
+        import ray
+        collector = RayCollector([CountingEnv], frames_per_batch=20, **OPTIONS)
+        collector.next()
+        ray.shutdown()
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+                 logging_level="error", object_store_memory=128 << 20)
+        collector.shutdown()
+        assert ray.is_initialized()
+        ray.shutdown()
+        first = RayCollector([CountingEnv], frames_per_batch=20, **OPTIONS)
+        ray.shutdown()
+        second = RayCollector([CountingEnv], frames_per_batch=20, **OPTIONS)
+        first.shutdown()
+        assert second.next().numel() == 20
+        second.shutdown()
+        assert not ray.is_initialized()
+        """
+    )
+    with script:
+        _, err = script.communicate(timeout=200)
+    assert script.returncode == 0, err
+
+
 def test_a_driver_that_is_killed_takes_actors_and_cluster_along():
     script = start(
         """
