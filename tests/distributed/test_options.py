@@ -39,6 +39,8 @@ def test_old_names_and_what_sync_means():
         (DistributedCollector, {"sync": True}, [2, 20]),
         (DistributedCollector, {}, [40]),
         (DistributedSyncCollector, {}, [2, 20]),
+        (DistributedCollector, {"collector_kwargs": {"sync": True}}, [2, 20]),
+        (DistributedSyncCollector, {"collector_kwargs": {"sync": False}}, [40]),
     ):
         with kind([CountingEnv] * 2, **OPTIONS, **sync) as collector:
             assert isinstance(collector, kind)
@@ -78,6 +80,11 @@ def test_options_for_nodes_come_among_the_others():
         [kit.wide] * 2, sync=True, collector_kwargs=factories, **OPTIONS
     ) as collector:
         assert collector.next()["action"][:, 0].tolist() == [1, 2]
+    two = {"collector_class": "sync", "num_workers_per_collector": 2, **OPTIONS}
+    with DistributedCollector(
+        [kit.wide] * 2, sync=True, collector_kwargs=factories, **two
+    ) as collector:
+        assert collector.next()["action"][:, 0].tolist() == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["max_weight_update_interval", "update_interval"])
@@ -105,6 +112,10 @@ def test_weights_are_published_every_so_many_batches(name):
         ({"launcher": "submit"}, "launcher must be one of .*; got 'submit'"),
         ({"collector_class": "many"}, "collector_class must be one of single, sync, async"),
         ({"num_workers_per_collector": 2}, "needs collector_class='sync' or 'async'"),
+        ({"collector_class": []}, r"collector_class must be one of single, .*got \[\]"),
+        ({"collector_kwargs": {"num_workers_per_collector": 2}}, "needs collector_class='sync'"),
+        ({"collector_kwargs": "x"}, "collector_kwargs must be a dict of options.*got 'x'"),
+        ({"collector_kwargs": [{}] * 3}, "collector_kwargs has 3 entries for 2 collectors"),
         ({"collector_kwargs": {"seed": 1}}, "'seed' is given twice"),
         ({"collector_kwargs": {"sede": 1}}, "has no option 'sede'. Did you mean 'seed'"),
         ({"tcp_port": -1}, "tcp_port must be an int of at least 0"),

@@ -7,13 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import swath
-from swath.collectors.options import Options
+from swath.collectors.options import Options, mappings_of
 from swath.envs import is_env
 from swath.errors import UsageError
 from swath.links import pack
 from swath.workers.messages import Job, Ready
 
-__all__ = ["check_equal", "each_of", "jobs_of", "node_options", "sources_of", "split"]
+__all__ = [
+    "check_entries",
+    "check_equal",
+    "each_of",
+    "jobs_of",
+    "node_options",
+    "sources_of",
+    "split",
+]
 
 _CLASSES = {
     "Collector": "single",
@@ -26,36 +34,64 @@ _NODES = ("single", "sync", "async")
 
 def node_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with those of `collector_kwargs` among them: for all nodes, or for each."""
-    options = dict(given)
-    inner = options.pop("collector_kwargs", None) or {}
-    kind = options.get("collector_class", "single")
-    kind = _CLASSES.get(getattr(kind, "__name__", kind), kind)
-    if kind not in _NODES:
-        raise UsageError(
-            f"collector_class must be one of {', '.join(_NODES)} or a collector; got {kind!r}."
-        )
-    if kind == "single" and options.get("num_workers_per_collector", 1) != 1:
-        raise UsageError(
-            "num_workers_per_collector needs collector_class='sync' or 'async': a node with "
-            "collector_class='single' has one worker."
-        )
-    each = inner if isinstance(inner, (list, tuple)) else [inner]
-    for name in {name for one in each for name in one}:
+    options, differing = dict(given), []
+    each = mappings_of("collector_kwargs", options.get("collector_kwargs"))
+    for name in dict.fromkeys(name for one in each for name in one):
         if name in options:
             raise UsageError(f"{name!r} is given twice: among the options and in collector_kwargs.")
         values = [one.get(name) for one in each]
         alike = all(value is values[0] or value == values[0] for value in values)
         options[name] = values[0] if alike else values
+        differing += [] if alike else [name]
+    options.pop("collector_kwargs", None)
+    workers = _workers_of_a_node(options)
+    for name in differing if isinstance(workers, int) else []:
+        options[name] = [value for value in options[name] for _ in range(workers)]
     return options
 
 
-def sources_of(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    """Return what each worker makes its envs from."""
+def _workers_of_a_node(options: Mapping[str, Any]) -> Any:
+    """Return `num_workers_per_collector`, unchecked but for what goes with `collector_class`."""
+    given = options.get("collector_class", "single")
+    name = getattr(given, "__name__", given)
+    kind = _CLASSES.get(name, name) if isinstance(name, str) else None
+    if kind not in _NODES:
+        raise UsageError(
+            f"collector_class must be one of {', '.join(_NODES)} or a collector; got {given!r}."
+        )
+    workers = options.get("num_workers_per_collector", 1)
+    if kind == "single" and isinstance(workers, int) and workers > 1:
+        raise UsageError(
+            "num_workers_per_collector needs collector_class='sync' or 'async': a node with "
+            "collector_class='single' has one worker."
+        )
+    return workers
+
+
+def check_entries(name: str, value: Any, count: int | None) -> None:
+    """Refuse a list with other than one entry for all nodes, or one for each.
+
+    Args:
+        name: Of the option.
+        value: Of the option, which may be no list.
+        count: How many nodes there are; None if that depends on the cluster.
+    """
+    if isinstance(value, (list, tuple)) and len(value) not in (1, count):
+        nodes = (
+            "as many collectors as there is room for" if count is None else f"{count} collectors"
+        )
+        raise UsageError(
+            f"{name} has {len(value)} entries for {nodes}; give one for all or one for each."
+        )
+
+
+def sources_of(create_env_fn: Any, num_workers: int | None, name: str = "num_workers") -> list[Any]:
+    """Return what each worker makes its envs from; `name` is what their number is called."""
     if isinstance(create_env_fn, (list, tuple)):
         if num_workers not in (None, len(create_env_fn)):
             raise UsageError(
-                f"num_workers is {num_workers}, but {len(create_env_fn)} env makers were given: "
-                "each is for one worker. Leave num_workers out, or pass one maker."
+                f"{name} is {num_workers}, but {len(create_env_fn)} env makers were given: "
+                f"each is for one worker. Leave {name} out, or pass one maker."
             )
         sources = list(create_env_fn)
     else:

@@ -7,7 +7,6 @@ unknown ones with the nearest known, and checks values and their combinations at
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeAlias
@@ -19,7 +18,7 @@ from swath.errors import UsageError, nearest
 from swath.memory import MemoryOrder
 from swath.rollout import Devices
 
-__all__ = ["Options", "Scope"]
+__all__ = ["Options", "Scope", "mappings_of"]
 
 _LEAST = {
     "max_frames_per_traj": 1,
@@ -28,6 +27,8 @@ _LEAST = {
     "num_workers": 1,
     "max_lag": 0,
 }
+_LONGEST = 1e6
+"""Seconds that can be waited for; the system cannot count many more in milliseconds."""
 Device: TypeAlias = "str | torch.device | None"
 
 _OLD_NAMES = {
@@ -189,18 +190,19 @@ class Options:
     tensorpipe_options: Mapping[str, Any] | None = _for_cluster(None)
     """Further arguments of TensorPipeRpcBackendOptions, with backend="rpc"."""
     num_collectors: int | Literal["auto"] | None = _for_ray(None)
-    """How many actors; one for each entry of `create_env_fn` by default, else "auto": as many as
-    the cluster has room for, also when that changes."""
+    """How many collectors, each of `num_workers_per_collector` actors; one for each entry of
+    `create_env_fn` by default, else "auto": as many as the cluster has room for, also when that
+    grows, or one actor for each of its CPUs if actors take nothing of it."""
     max_collectors: int = _for_ray(64)
-    """So many actors at most, with num_collectors="auto"."""
+    """So many collectors at most, with num_collectors="auto"."""
     address: str | None = _for_ray(None)
     """Of the Ray cluster; by default the one that this process is connected to, or that RAY_ADDRESS
     names, or one on this machine that is started for the collector."""
     ray_init_config: Mapping[str, Any] | None = _for_ray(None)
     """Further arguments of `ray.init`."""
     remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _for_ray(None)
-    """Options of the actors, for all or one for each: `num_cpus` (1 by default), `num_gpus`,
-    `memory`, `resources` and whatever else Ray has."""
+    """Options of the actors, for all or one for each collector: `num_cpus` (1 by default),
+    `num_gpus`, `memory`, `resources` and whatever else Ray has, but names and restarts."""
     placement: Literal["pack", "spread"] = _for_ray("pack")
     """"spread": actors go to different nodes as far as possible; "pack": Ray's own way, which fills
     nodes up to some point first."""
@@ -341,9 +343,9 @@ class Options:
     def _check_reals(self) -> None:
         for name, most in (
             ("preemptive_threshold", 1.0),
-            ("worker_timeout", math.inf),
-            ("launch_timeout", math.inf),
-            ("link_timeout", math.inf),
+            ("worker_timeout", _LONGEST),
+            ("launch_timeout", _LONGEST),
+            ("link_timeout", _LONGEST),
         ):
             value = getattr(self, name)
             if value is not None and (
@@ -447,6 +449,18 @@ def _check_device(name: str, value: Any) -> None:
         raise UsageError(f"{name} is {value!r}, which is no torch device.") from error
     if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
         raise UsageError(f"{name} is {value!r}, and there is no such device here; use 'cpu'.")
+
+
+def mappings_of(name: str, value: Any) -> list[Mapping[str, Any]]:
+    """Return an option that is a mapping for all, or a list with one for each, as a list."""
+    each = list(value) if isinstance(value, (list, tuple)) else [{} if value is None else value]
+    if not each or not all(isinstance(one, Mapping) and _named(one) for one in each):
+        raise UsageError(f"{name} must be a dict of options, or a list of such; got {value!r}.")
+    return each
+
+
+def _named(mapping: Mapping[Any, Any]) -> bool:
+    return all(isinstance(name, str) for name in mapping)
 
 
 def _default(name: str) -> Any:

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from swath.collectors.distributed.paired import PairedCollector, paired
-from swath.collectors.jobs import each_of, node_options
+from swath.collectors.jobs import check_entries, each_of, node_options, sources_of
+from swath.collectors.options import Options
 from swath.errors import UsageError
 from swath.links.gate import Gate, guess_host, new_secret
 from swath.links.media import medium_for
@@ -51,17 +52,21 @@ class DistributedCollector(PairedCollector):
     _scope = "cluster"
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        inner, options = options.get("collector_kwargs"), node_options(options)
         delayed = delayed_options() if options.get("launcher") == "submitit_delayed" else {}
-        options = node_options({**delayed, **self._defaults, **options})
+        options = {**delayed, **self._defaults, **options}
         self._world = find_world() if options.get("launcher") is None else None
         if self._world is not None:
             if self._world.rank:
                 self._world.serve()
-            if not isinstance(create_env_fn, (list, tuple)):
-                each = options.get("num_workers_per_collector", 1)
-                options.setdefault("num_workers", max(1, (self._world.size - 1) // each))
-        if options.get("on_worker_failure") == "restart":
-            self._check_restart(options.get("backend"))
+        given = Options.parse(type(self).__name__, options, self._scope, self._without)
+        if self._world is not None and not isinstance(create_env_fn, (list, tuple)):
+            each = given.num_workers_per_collector
+            options.setdefault("num_workers", max(1, (self._world.size - 1) // each))
+        nodes = len(sources_of(create_env_fn, options.get("num_workers")))
+        check_entries("collector_kwargs", inner, nodes)
+        if given.on_worker_failure == "restart":
+            self._check_restart(given.backend)
         super().__init__(create_env_fn, policy, **options)
 
     def _check_restart(self, backend: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from swath.collectors.jobs import node_options
 from swath.collectors.multi import MultiCollector
 from swath.collectors.multi_async import MultiAsyncCollector
 from swath.collectors.multi_sync import MultiSyncCollector
@@ -22,8 +23,8 @@ class PairedCollector(MultiCollector):
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Return a collector that delivers as `sync` says."""
-        sync = {**cls._defaults, **options}.get("sync", False)
-        return object.__new__(cls if cls._deliveries is None else cls._deliveries[bool(sync)])
+        sync = {**cls._defaults, **node_options(options)}.get("sync") is True
+        return object.__new__(cls if cls._deliveries is None else cls._deliveries[sync])
 
 
 Kind = TypeVar("Kind", bound=type[PairedCollector])
