@@ -37,7 +37,7 @@ from swath.workers.remote import IN_FLIGHT, RemoteSlabs, RemoteWeights
 if TYPE_CHECKING:
     from swath.workers.crew import Crew
 
-__all__ = ["RayPlace", "needs_of"]
+__all__ = ["RayPlace", "actor_of", "needs_of"]
 
 _THREADS = 8
 """One runs the worker, one waits for each report that is owed, one takes orders; some to spare."""
@@ -66,11 +66,7 @@ class RayPlace:
         self._configs, self.launch_limit = configs, limit
         self._links, self._closed, self._lock = 0, False, threading.Lock()
         self._session = session()
-        try:
-            kinds = [needed().remote(Host).options(**_options(one)) for one in configs]
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"remote_configs: {error}") from error
-        self._kinds = kinds
+        self._kinds = [actor_of(one) for one in configs]
 
     def launch(self, payloads: Mapping[int, bytes], shield: Shield) -> dict[int, Link]:
         """Ask Ray for actors; none is waited for."""
@@ -110,10 +106,11 @@ class RayPlace:
         ray = needed()
         free, total = ray.available_resources(), ray.cluster_resources()
         offers = {name: f"{free.get(name, 0):g} of {total.get(name, 0):g}" for name in needs}
+        limit = self.launch_limit
+        when = "in time" if limit is None else f"within {limit:g} s (launch_timeout)"
         return (
-            f"has found no place within {self.launch_limit:g} s (launch_timeout): it needs "
-            f"{dict(needs)}, and free in the cluster are {offers}. Ask for less in remote_configs, "
-            "add a node, or wait longer."
+            f"has found no place {when}: it needs {dict(needs)}, and free in the cluster are "
+            f"{offers}. Ask for less in remote_configs, add a node, or wait longer."
         )
 
     def slabs(self, crew: Crew) -> Slabs:
@@ -140,8 +137,13 @@ class RayPlace:
             leave(self._session)
 
 
-def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**config, "max_concurrency": _THREADS, "max_restarts": 0, "max_task_retries": 0}
+def actor_of(config: Mapping[str, Any]) -> Any:
+    """Return what starts actors with these options; needs no cluster yet."""
+    ours = {"max_concurrency": _THREADS, "max_restarts": 0, "max_task_retries": 0}
+    try:
+        return needed().remote(Host).options(**{**config, **ours})
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"remote_configs has {dict(config)}: {error}") from error
 
 
 class _RaySlabs(SharedSlabs, RemoteSlabs):
