@@ -168,7 +168,7 @@ def test_options_of_ray_are_checked_where_they_are_given():
         ({"num_collectors": 0}, "num_collectors must be"),
         ({"placement": "near"}, "placement must be one of pack, spread"),
         ({"remote_configs": {"num_cpu": 1}}, "remote_configs"),
-        ({"remote_configs": [{}] * 3}, "3 entries for 2 actors"),
+        ({"remote_configs": [{}] * 3}, "3 entries for 2 collectors"),
         ({"launcher": "mp"}, "has no option 'launcher'"),
         ({"num_collector": 2}, "Did you mean 'num_collectors'"),
         ({"cat_results": 0}, "delivers in another way"),

@@ -136,8 +136,9 @@ def test_who_asks_everyone_is_told_of_one_without_a_place_and_the_run_goes_on(cl
     check_transitions(batches)
 
 
-def test_auto_takes_what_the_cluster_has_and_follows_it(cluster, monkeypatch):
-    monkeypatch.setattr(module, "_LOOK_EVERY", 0.05)
+@pytest.fixture
+def taking(cluster):
+    """An actor that takes six of the eight CPUs."""
 
     @cluster.remote(num_cpus=6)
     class Taking:
@@ -148,6 +149,14 @@ def test_auto_takes_what_the_cluster_has_and_follows_it(cluster, monkeypatch):
     cluster.get(taking.here.remote())
     while cluster.available_resources().get("CPU") != 2:  # Ray tells of it a little later
         time.sleep(0.01)
+    yield taking
+    cluster.kill(taking)
+    while cluster.available_resources().get("CPU") != 8:
+        time.sleep(0.01)
+
+
+def test_auto_takes_what_the_cluster_has_and_follows_it(cluster, taking, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_EVERY", 0.05)
     options = {"remote_configs": {"num_cpus": 2}, "num_collectors": "auto", "max_collectors": 2}
     with RayCollector(lambda: SlowEnv(0.001), frames_per_batch=10, **options) as collector:
         assert collector.num_workers == 1  # of 8 CPUs, 2 were free
@@ -159,3 +168,66 @@ def test_auto_takes_what_the_cluster_has_and_follows_it(cluster, monkeypatch):
             batches.append(collector.next())
         assert collector.num_workers == 2  # there is room for four, and the bound is two
     assert check_transitions(batches) == 10 * len(batches)
+
+
+NODES = {"collector_class": "sync", "num_workers_per_collector": 2}
+
+
+def test_collectors_of_several_actors_come_and_go_whole():
+    options = {**NODES, "collector_kwargs": {"sync": True}, "remote_configs": {"num_cpus": 0.5}}
+    with RayCollector(CountingEnv, num_collectors=1, frames_per_batch=20, **options) as collector:
+        batches = [collector.next()]
+        assert batches[0].batch_size == (2, 10)
+        assert collector._supervisor.max_restarts == 6  # three for each actor
+        collector.add_collectors(1)
+        assert collector.num_workers == 4
+        assert collector._supervisor.max_restarts == 12
+        with pytest.raises(UsageError, match="would leave none of 2"):
+            collector.remove_collectors(2)
+        while batches[-1].batch_size[0] < 4:
+            batches.append(collector.next())
+        collector.remove_collectors(1)
+        assert [row["worker"] for row in collector.stats()["workers"]] == [0, 1]
+        with pytest.raises(UsageError, match="would leave none of 1"):
+            collector.remove_collectors(1)
+        batches.append(collector.next())
+    assert batches[-1].batch_size == (2, 10)
+    check_transitions(batches)
+
+
+def test_auto_counts_collectors_of_several_actors(cluster, taking, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_EVERY", 0.05)
+    options = {"num_collectors": "auto", "max_collectors": 2, "launch_timeout": 30, **NODES}
+    with RayCollector(lambda: SlowEnv(0.001), frames_per_batch=10, **options) as collector:
+        assert collector.num_workers == 2  # of 8 CPUs, 2 were free
+        assert collector._supervisor.max_restarts == 6
+        batches = [collector.next() for _ in range(3)]
+        cluster.kill(taking)
+        while collector.num_workers == 2 or not all(
+            row["frames"] for row in collector.stats()["workers"]
+        ):
+            batches.append(collector.next())
+        batches += [collector.next() for _ in range(20)]
+        assert collector.num_workers == 4  # there is room for eight, and the bound is two of two
+        assert collector._supervisor.max_restarts == 12
+    assert check_transitions(batches) == 10 * len(batches)
+
+
+def test_auto_means_one_for_each_cpu_if_actors_take_nothing(cluster, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_EVERY", 0.01)
+    offered = {"CPU": 2.0}
+    monkeypatch.setattr(cluster, "cluster_resources", lambda: offered)
+    options = {"num_collectors": "auto", "remote_configs": {"num_cpus": 0}, "max_restarts": 1}
+    with RayCollector(lambda: SlowEnv(0.001), frames_per_batch=10, **options) as collector:
+        batches = [collector.next() for _ in range(20)]
+        assert collector.num_workers == 2
+        offered["CPU"] = 3.0
+        while collector.num_workers == 2:
+            batches.append(collector.next())
+        batches += [collector.next() for _ in range(20)]
+        assert collector.num_workers == 3
+        assert collector._supervisor.max_restarts == 1  # as it was said, for all
+        collector.remove_collectors(1)
+        batches += [collector.next() for _ in range(20)]
+        assert collector.num_workers == 2  # what was removed does not come again
+    check_transitions(batches)

@@ -8,22 +8,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 
 from swath.collectors.distributed.paired import PairedCollector, paired
-from swath.collectors.jobs import node_options
-from swath.collectors.options import Options
+from swath.collectors.jobs import check_entries, node_options, sources_of
+from swath.collectors.options import Options, mappings_of
 from swath.errors import UsageError
 from swath.links.cluster import enter, leave, needed
 from swath.workers.place import Place
-from swath.workers.ray import RayPlace, needs_of
+from swath.workers.ray import RayPlace, actor_of, needs_of
 
 __all__ = ["RayCollector"]
 
 _LOOK_EVERY = 5.0
 """Seconds between two looks at what the cluster offers."""
+_MOST = 1e14
+"""Of a resource; Ray knows no more of any."""
+_RESTARTS = 3
+"""For each actor, unless the user says how many in all."""
+_REPLACED = "swath replaces actors itself; see on_worker_failure and max_restarts of the collector"
+_STRATEGY = "give scheduling_strategy=PlacementGroupSchedulingStrategy(...) instead"
+_OURS = {
+    "name": "a name is for one actor, and these options are for each that is ever started",
+    "max_restarts": _REPLACED,
+    "max_task_retries": _REPLACED,
+    "max_concurrency": "actors have as many threads as swath needs in them",
+    "max_pending_calls": "swath itself bounds the calls that are under way",
+    "object_store_memory": "the store is a node's; see ray_init_config",
+    "placement_group": _STRATEGY,
+    "placement_group_bundle_index": _STRATEGY,
+    "placement_group_capture_child_tasks": _STRATEGY,
+    "lifetime": "actors end with the collector, or with the process that has made it",
+}
+"""Options of actors that are not the user's, and why."""
 
 
 @paired
@@ -38,8 +57,8 @@ class RayCollector(PairedCollector):
     With a `swath.data.RayReplayBuffer`, after `start()`, the actors write into it themselves.
 
     Args:
-        create_env_fn: An id or a callable that makes an env, for all actors, or a list of such
-            with one entry for each.
+        create_env_fn: An id or a callable that makes an env, for all collectors, or a list of
+            such with one entry for each.
         policy: As for `MultiSyncCollector`.
         **options: See `swath.collectors.Options`; `frames_per_batch` is required.
 
@@ -59,24 +78,23 @@ class RayCollector(PairedCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         needed()
-        options = node_options({**self._defaults, **options})
+        inner = options.get("collector_kwargs")
+        options = {**self._defaults, **node_options(options)}
         given = Options.parse(type(self).__name__, options, "ray", self._without)
-        self._configs, makers = _configs(given), create_env_fn
-        listed = isinstance(makers, (list, tuple))
-        count: Any = given.num_collectors or given.num_workers
-        count = count or (len(makers) if listed else "auto")
-        self._follows, self._next_look = count == "auto", monotonic() + _LOOK_EVERY
-        cpus = sum(needs_of(one).get("CPU", 0) for one in self._configs) / len(self._configs)
-        most = 1 if count == "auto" else count * given.num_workers_per_collector
-        entered = enter(given.address, given.ray_init_config, cpus * most, given.launch_timeout)
+        given.check_policy(policy)
+        self._configs, self._each = _configs(given), given.num_workers_per_collector
+        makers, self._follows = _makers(given, create_env_fn)
+        for name, value in (("collector_kwargs", inner), ("remote_configs", given.remote_configs)):
+            check_entries(name, value, None if self._follows else len(makers))
+        self._next_look = monotonic() + _LOOK_EVERY
+        self._restarts_each = 0 if "max_restarts" in options else _RESTARTS
+        cpus = _cpus(self._configs) * self._each * (1 if self._follows else len(makers))
+        entered = enter(given.address, given.ray_init_config, cpus, given.launch_timeout)
         try:
-            if count == "auto":
-                count = max(1, min(self._room(), given.max_collectors))
-            if not listed:
-                makers = [makers] * count
-            elif self._follows:
+            if self._follows:
+                count = max(1, min(self._room(0, 0) // self._each, given.max_collectors))
                 makers = [makers[number % len(makers)] for number in range(count)]
-            options.setdefault("max_restarts", 3 * count)
+            options.setdefault("max_restarts", _RESTARTS * self._each * len(makers))
             super().__init__(makers, policy, **{**options, "num_workers": None})
         except BaseException:
             if not hasattr(self, "_crew"):  # which leaves by itself
@@ -84,11 +102,6 @@ class RayCollector(PairedCollector):
             raise
 
     def _place(self, count: int) -> Place:
-        if len(self._configs) not in (1, count):
-            raise UsageError(
-                f"remote_configs has {len(self._configs)} entries for {count} actors; give one for "
-                "all or one for each."
-            )
         return RayPlace(self._configs, self.options.launch_timeout)
 
     # -- more and fewer actors ------------------------------------------------------------------
@@ -97,27 +110,33 @@ class RayCollector(PairedCollector):
         """Start more actors; each takes part once Ray has found a place for it.
 
         With `sync=True` batches grow by its envs then.
+
+        Args:
+            num_collectors: How many; each has `num_workers_per_collector` actors.
         """
         self._check_open()
+        count = _counted(num_collectors)
         with self.pause():
-            self._hire(_counted(num_collectors))
+            self._add(count)
 
     def remove_collectors(self, num_collectors: int, timeout: float = 5.0) -> None:
         """End the newest actors; what they have collected is delivered first.
 
+        With `num_collectors="auto"` no more are started from then on but by `add_collectors`.
+
         Args:
-            num_collectors: How many; one at least stays.
+            num_collectors: How many, as for `add_collectors`; one at least stays.
             timeout: Seconds that each has to close its envs.
         """
         self._check_open()
-        count = _counted(num_collectors)
-        if count >= self.num_workers:
+        count, there = _counted(num_collectors), self.num_workers // self._each
+        if count >= there:
             raise UsageError(
-                f"remove_collectors({count}) would leave none of {self.num_workers}; shutdown() "
-                "ends them all."
+                f"remove_collectors({count}) would leave none of {there}; shutdown() ends them all."
             )
         with self.pause():
-            self._retire(self._numbers[-count:], timeout)
+            self._follows = False  # or they would come again
+            self._retire(self._numbers[-count * self._each :], timeout)
 
     def stop_remote_collectors(self) -> None:
         """End all actors; the same as `shutdown`."""
@@ -127,26 +146,102 @@ class RayCollector(PairedCollector):
         self._crew.place.check()
         if self._follows and monotonic() >= self._next_look:
             self._next_look = monotonic() + _LOOK_EVERY
-            waiting = len(self._starting)
-            room = min(self._room(), self.options.max_collectors - self.num_workers) - waiting
+            room = self._room(self.num_workers, len(self._starting)) // self._each
+            room = min(room, self.options.max_collectors - self.num_workers // self._each)
             if room > 0:
-                self._hire(room)
+                self._add(room)
         return super()._collect(frames_left)
 
-    def _room(self) -> int:
-        """Return for how many more actors the cluster has room."""
-        free = needed().available_resources()
+    def _add(self, num_collectors: int) -> None:
+        actors = num_collectors * self._each
+        self._supervisor.max_restarts += actors * self._restarts_each
+        self._hire(actors)
+
+    def _room(self, actors: int, waiting: int) -> int:
+        """Return for how many more actors the cluster has room.
+
+        Those that take nothing find room anywhere; there is one of them for each CPU.
+
+        Args:
+            actors: How many there are.
+            waiting: How many of these may have no place yet.
+        """
         needs = needs_of(self._configs[0])
-        return int(min((free.get(name, 0) // one for name, one in needs.items()), default=1))
+        if not needs:
+            return int(needed().cluster_resources().get("CPU", 0)) - actors
+        free = needed().available_resources()
+        fits = [free.get(name, 0) / one for name, one in needs.items()]
+        return int(min(fits) + 1e-6) - waiting  # 0.3 / 0.1 is a little less than 3
+
+
+def _makers(given: Options, create_env_fn: Any) -> tuple[list[Any], bool]:
+    """Return what makes the envs of each collector, and whether the cluster says how many.
+
+    If it does, the makers are to be taken in turn.
+    """
+    ours, general = given.num_collectors, given.num_workers
+    if None not in (ours, general) and ours != general:
+        raise UsageError(
+            f"num_collectors is {ours!r} and num_workers is {general!r}, which are two names of "
+            "one thing; give one of them."
+        )
+    count = general if ours is None else ours
+    listed = isinstance(create_env_fn, (list, tuple))
+    if count == "auto" or (count is None and not listed):
+        return sources_of(create_env_fn, None if listed else 1), True
+    name = "num_workers" if ours is None else "num_collectors"
+    return sources_of(create_env_fn, count, name), False
+
+
+def _cpus(configs: Sequence[Mapping[str, Any]]) -> float:
+    """Return how many CPUs an actor takes, on average."""
+    return sum(needs_of(one).get("CPU", 0) for one in configs) / len(configs)
 
 
 def _configs(given: Options) -> list[dict[str, Any]]:
-    each: Any = given.remote_configs or {}
-    each = each if isinstance(each, (list, tuple)) else [each]
+    """Return options of the actors: one for all of them, or one for each."""
     spread = {"scheduling_strategy": "SPREAD"} if given.placement == "spread" else {}
-    configs = [{"num_cpus": 1, **spread, **one} for one in each]
+    configs = []
+    for one in mappings_of("remote_configs", given.remote_configs):
+        said = {name: value for name, value in one.items() if value is not None}
+        _check_config(said)
+        configs.append({"num_cpus": 1, **spread, **said})
+        actor_of(configs[-1])  # Ray looks at the rest
     each_worker = range(given.num_workers_per_collector if len(configs) > 1 else 1)
     return [one for one in configs for _ in each_worker]
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    for name in config:
+        if name in _OURS:
+            raise UsageError(f"remote_configs must not have {name!r}: {_OURS[name]}.")
+    named = config.get("resources", {})
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+        raise UsageError(
+            "'resources' in remote_configs must be a dict with a number for each name; got "
+            f"{named!r}."
+        )
+    units = {name: config[name] for name in ("num_cpus", "num_gpus", "memory") if name in config}
+    for name, value in {**units, **named}.items():
+        _check_amount(name, value)
+    strategy = config.get("scheduling_strategy", "DEFAULT")
+    if isinstance(strategy, str) and strategy not in ("DEFAULT", "SPREAD"):
+        raise UsageError(
+            "'scheduling_strategy' in remote_configs must be DEFAULT, SPREAD or an object of "
+            f"ray.util.scheduling_strategies; got {strategy!r}."
+        )
+
+
+def _check_amount(name: str, value: Any) -> None:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not 0 <= value <= _MOST:
+        raise UsageError(
+            f"{name!r} in remote_configs must be a number from 0 to {_MOST:g}; got {value!r}."
+        )
+    if name == "num_gpus" and value > 1 and value != int(value):
+        raise UsageError(
+            f"'num_gpus' in remote_configs must be whole, or less than 1; got {value!r}."
+        )
 
 
 def _counted(number: int) -> int:
