@@ -12,6 +12,7 @@ import contextlib
 import io
 import math
 import pickle
+import uuid
 import warnings
 from collections.abc import Iterator
 from time import perf_counter
@@ -22,7 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.collectors.background import Background, Pause
 from swath.collectors.options import Options
-from swath.errors import ClosedError, UsageError
+from swath.errors import ClosedError, UsageError, WorkerError
 from swath.observe.progress import Bar
 from swath.shield import Shield
 from swath.workers.store import Finish
@@ -50,6 +51,7 @@ class BaseCollector(abc.ABC):
         self._assembler = self._finishing.assembler()
         self._bar = Bar(options.total_frames) if options.progress else None
         self._background: Background | None = None
+        self._feeder = uuid.uuid4().hex  # its name among those who fill the replay buffer
         self._shield = Shield()
         self._raw: Any = None  # what was collected, counted, and not finished yet
         self._made: tuple[Any] | None = None  # what was finished and not delivered yet
@@ -223,6 +225,8 @@ class BaseCollector(abc.ABC):
         if self.is_running():
             raise UsageError("this collector was started already.")
         self._get_ready()
+        if hasattr(buffer, "note_feeder"):
+            buffer.note_feeder(self._feeder, True)
         self._background = Background(
             lambda: self._advance() is not None, self._tell_buffer, self._rest
         )
@@ -236,9 +240,12 @@ class BaseCollector(abc.ABC):
 
     def _tell_buffer(self, failure: BaseException | None) -> None:
         buffer = self.options.replay_buffer
-        if failure is not None and hasattr(buffer, "fail"):  # first: who waits is to hear of this,
-            buffer.fail(failure)
-        if hasattr(buffer, "watch"):  # not only that nobody writes any more
+        with contextlib.suppress(WorkerError, ClosedError):  # it is gone, and says so to who waits
+            if failure is not None and hasattr(buffer, "fail"):  # first: they are to hear of this,
+                buffer.fail(failure)
+            if hasattr(buffer, "note_feeder"):  # not only that nobody writes any more
+                buffer.note_feeder(self._feeder, False)
+        if hasattr(buffer, "watch"):
             buffer.watch, buffer.fed = None, False
 
     @abc.abstractmethod

@@ -5,13 +5,18 @@
 ```
 
 A batch travels as one numpy array, with where each key is in it; no tensor is pickled. Writers and
-readers have threads of their own in the actor, so who waits for the other side does not hinder it.
+readers have threads of their own in the actor, so who waits for the other side does not hinder it,
+and all other calls have theirs, so that they get in however many wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -19,14 +24,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from swath.data.replay import ReplayBuffer
-from swath.errors import UsageError, WorkerError
+from swath.errors import ClosedError, UsageError, WorkerError
 from swath.links import pack
 from swath.links.calls import writable
-from swath.links.cluster import enter, leave, needed
+from swath.links.cluster import enter, leave, needed, session
+from swath.links.parcels import pack_error, unpack_error
 
 __all__ = ["RayReplayBuffer"]
 
-_THREADS = 16
+_THREADS = {"write": 16, "read": 16, "control": 4}
 _LOOK_EVERY = 0.1
 _ALIGNMENT = 64
 Flat = tuple[np.ndarray, dict[Any, tuple[Any, ...]], tuple[int, ...]]
@@ -72,7 +78,8 @@ class Keeper:
     def __init__(self, capacity: int, options: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
         self._buffer = ReplayBuffer(capacity, **options)
-        self._buffer.watch = lambda: None  # others may write at any time: wait for them
+        self._buffer.fed = True  # others may write at any time: wait for them
+        self._feeders, self._lock = set[str](), threading.Lock()
         self._unpaced = contextlib.ExitStack()
 
     def extend(self, *batch: Any) -> None:
@@ -90,6 +97,19 @@ class Keeper:
         else:
             self._unpaced.enter_context(self._buffer.unpaced())
 
+    def note_feeder(self, who: str, on: bool) -> None:
+        """Note that a collector writes in the background, or that it does not any more.
+
+        When the last of them has ended, nobody waits for frames, until another one begins.
+        """
+        with self._lock:
+            (self._feeders.add if on else self._feeders.discard)(who)
+            self._buffer.fed = bool(self._feeders)
+
+    def fail(self, parcel: bytes | None) -> None:
+        """Let all calls raise an error, which comes packed."""
+        self._buffer.fail(None if parcel is None else unpack_error(parcel))
+
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the buffer."""
         return getattr(self._buffer, name)(*arguments)
@@ -100,12 +120,14 @@ class RayReplayBuffer:
 
     Give it to a `RayCollector`, and the actors write into it without passing through your process.
     It can be sent to other actors and tasks, which may write and sample, too. `sample` waits until
-    there are frames.
+    there are frames; when all collectors that were started with it have ended, too few of them are
+    an error, as in a `ReplayBuffer`.
 
     Args:
         capacity: How many frames it holds.
-        remote_config: Options of the actor, such as `num_cpus` (1 by default), `memory`,
-            `resources`.
+        remote_config: Options of the actor, such as `num_cpus` (0 by default: it leaves the CPUs
+            to collectors), `memory`, `resources`.
+        launch_timeout: Seconds for the actor to find a place and to begin; None waits for ever.
         address: Of the cluster; as for `RayCollector`.
         ray_init_config: Further arguments of `ray.init`.
         **options: Those of `ReplayBuffer`, except devices: batches come to your CPU.
@@ -125,58 +147,105 @@ class RayReplayBuffer:
 
     watch: Callable[[], object] | None = None
     """Called while a call waits; it raises to end that."""
+    _actor: Any
 
     def __init__(
         self,
         capacity: int,
         *,
         remote_config: Mapping[str, Any] | None = None,
+        launch_timeout: float | None = 120.0,
         address: str | None = None,
         ray_init_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        refused = [name for name in ("device", "pin_memory") if options.get(name)]
-        if refused:
-            raise UsageError(f"{refused} make no sense in an actor; move what sample() returns.")
-        ReplayBuffer(capacity, **options).close()  # wrong arguments are told here
+        _check_arguments(capacity, options, launch_timeout)
+        kind, needs = _kind(remote_config)
         self.capacity, self.batch_size = capacity, options.get("batch_size")
         self.samples_per_insert = options.get("samples_per_insert")
-        self._entered = enter(address, ray_init_config, 2, 120.0)
-        self._owner = True
+        self._owner, self._closed, self._actor = True, False, None
+        # Two CPUs for collectors: how many there will be is not known yet.
+        self._session = enter(address, ray_init_config, 2 + needs.get("CPU", 0), launch_timeout)
+        self._ender: Any = weakref.finalize(self, _leave_aside, self._session)
+        self._ender.atexit = False  # Ray itself sees to that
         try:
-            kind = needed().remote(
-                num_cpus=1, concurrency_groups={"write": _THREADS, "read": _THREADS}
-            )
-            self._actor = kind(Keeper).options(**(remote_config or {})).remote(capacity, options)
+            self._begin(kind, needs, launch_timeout, options)
         except BaseException:
-            leave(self._entered)
+            self.close()
             raise
 
-    def __reduce__(self) -> Any:
+    def _begin(
+        self, kind: Any, needs: Mapping[str, float], limit: float | None, options: dict[str, Any]
+    ) -> None:
+        """Start the actor and wait for its first word."""
+        begun = monotonic()
+
+        def watch() -> None:
+            if limit is not None and monotonic() - begun > limit:
+                raise WorkerError(_unplaced(needs, limit))
+
+        try:
+            self._actor = kind.remote(self.capacity, options)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"remote_config: {error}") from error
+        self.watch = watch
+        len(self)
+        self.watch = None
+
+    def _about(self) -> dict[str, Any]:
+        """Return what a copy in another process has."""
         about = ("_actor", "capacity", "batch_size", "samples_per_insert")
-        return _attached, ({name: getattr(self, name) for name in about},)
+        return {name: getattr(self, name) for name in about}
+
+    def __reduce__(self) -> Any:
+        if self._ender is not None:
+            self._ender.detach()  # others may need the cluster after this process forgot the buffer
+        return _attached, (self._about(),)
 
     prepared = True
 
     def handle(self) -> tuple[bytes]:
         """Return what a worker in an actor needs to write here."""
-        return (pack(self, "replay_buffer"),)
+        self._check()
+        return (pack(_attached(self._about()), "replay_buffer"),)
+
+    def _check(self) -> None:
+        """Raise if the actor cannot be called any more: Ray would start another cluster."""
+        if self._closed:
+            raise ClosedError("this replay buffer was closed; make a new one.")
+        if session() != self._session:
+            raise ClosedError("Ray was shut down under this replay buffer.")
+
+    def _send(self, group: str, name: str, *arguments: Any) -> Any:
+        """Call the actor and return a promise of what it answers."""
+        self._check()
+        return getattr(self._actor, name).options(concurrency_group=group).remote(*arguments)
 
     def _ask(self, group: str, name: str, *arguments: Any) -> Any:
         """Call the actor and wait; what it raises is raised here."""
-        ray = needed()
-        call = getattr(self._actor, name).options(concurrency_group=group).remote(*arguments)
-        try:
-            while (watch := self.watch) is not None:  # another thread may take it away
-                if ray.wait([call], timeout=_LOOK_EVERY)[0]:
-                    break
+        failures = needed().exceptions
+        answer = self._send(group, name, *arguments).future()
+        while not wait([answer], _LOOK_EVERY).done:  # outside of Ray, which may be shut down
+            self._check()
+            if (watch := self.watch) is not None:  # another thread may take it away
                 watch()
-            return ray.get(call)
-        except ray.exceptions.RayTaskError as error:
+        try:
+            return answer.result()
+        except failures.RayTaskError as error:
             raise error.cause from None
-        except ray.exceptions.RayActorError as error:
-            text = str(error).splitlines()[0]
+        except (
+            failures.RayActorError,
+            failures.ActorUnschedulableError,
+            failures.RuntimeEnvSetupError,
+        ) as error:
+            self._check()  # that may be why
+            lines = str(error).strip().splitlines()
+            text = lines[-1 if "creation task" in lines[0] else 0]
             raise WorkerError(f"the actor with the replay buffer is gone: {text}") from error
+
+    def _tell(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the buffer that waits for nobody."""
+        return self._ask("control", "call", name, *arguments)
 
     def extend(self, batch: TensorDictBase) -> None:
         """Write the frames of a batch; returns when they are there."""
@@ -190,50 +259,64 @@ class RayReplayBuffer:
     @contextlib.contextmanager
     def unpaced(self) -> Iterator[None]:
         """Let writers go on meanwhile, whatever `samples_per_insert` says."""
-        self._ask("read", "pace", False)
+        self._ask("control", "pace", False)
         try:
             yield
         finally:
-            self._ask("read", "pace", True)
+            self._ask("control", "pace", True)
 
     def note_version(self, version: int) -> None:
         """Let lags be counted from this version; nobody waits for that."""
-        self._actor.call.options(concurrency_group="read").remote("note_version", version)
+        self._send("control", "call", "note_version", version)
 
     def update_priority(self, index: Any, priority: Any) -> None:
         """Give frames new priorities; see `ReplayBuffer`."""
         given = [x.detach().cpu().numpy() if hasattr(x, "detach") else x for x in (index, priority)]
-        self._ask("read", "call", "update_priority", *given)
+        self._tell("update_priority", *given)
 
     def __len__(self) -> int:
-        return int(self._ask("read", "call", "__len__"))
+        return int(self._tell("__len__"))
 
     def stats(self) -> dict[str, Any]:
         """Return counts, their ratio and lags; see `ReplayBuffer`."""
-        return self._ask("read", "call", "stats")
+        return self._tell("stats")
 
     def empty(self) -> None:
         """Forget all frames."""
-        self._ask("read", "call", "empty")
+        self._tell("empty")
 
     def save(self, directory: str) -> None:
         """Write all to a directory, on the host of the actor."""
-        self._ask("read", "call", "save", directory)
+        self._tell("save", directory)
 
     def load(self, directory: str) -> None:
         """Continue where `save` was called."""
-        self._ask("read", "call", "load", directory)
+        self._tell("load", directory)
+
+    def note_feeder(self, who: str, on: bool) -> None:
+        """Note that a collector writes here in the background, or does not any more.
+
+        Who samples, in whatever process, waits for frames until the last of them has ended.
+
+        Args:
+            who: A name that no other collector has.
+            on: Whether it begins or ends.
+        """
+        self._ask("control", "note_feeder", who, on)
 
     def fail(self, error: BaseException | None) -> None:
         """Let all waiting and all later calls raise an error, everywhere; None ends that."""
-        self._ask("read", "call", "fail", error)
+        self._ask("control", "fail", None if error is None else pack_error(error))
 
     def close(self) -> None:
         """End the actor, and the cluster if this buffer has started it; again is nothing."""
-        if self._owner and needed().is_initialized():
-            self._owner = False
+        if not self._owner or self._closed:
+            return
+        self._closed = True
+        self._ender.detach()
+        if self._actor is not None and session() == self._session:
             needed().kill(self._actor)
-            leave(self._entered)
+        leave(self._session)
 
     def __enter__(self) -> RayReplayBuffer:
         return self
@@ -244,5 +327,54 @@ class RayReplayBuffer:
 
 def _attached(about: dict[str, Any]) -> RayReplayBuffer:
     buffer = object.__new__(RayReplayBuffer)
-    vars(buffer).update(about, _owner=False)
+    vars(buffer).update(about, _owner=False, _closed=False, _ender=None, _session=session())
     return buffer
+
+
+def _leave_aside(entered: Any) -> None:
+    """Leave the cluster of a buffer that nobody has any more, in a thread of its own.
+
+    The garbage may be collected in a thread of Ray's, which cannot end itself, or in the middle of
+    `enter`. The actor ends when nobody has its handle. Who exits waits for the thread.
+    """
+    threading.Thread(target=leave, args=(entered,), name="swath leaves Ray").start()
+
+
+def _check_arguments(capacity: int, options: Mapping[str, Any], limit: Any) -> None:
+    """Raise here what would be raised in the actor, or on the way to it."""
+    refused = [name for name in ("device", "pin_memory") if options.get(name)]
+    if refused:
+        raise UsageError(f"{refused} make no sense in an actor; move what sample() returns.")
+    if not (limit is None or (isinstance(limit, (int, float)) and limit > 0)):
+        raise UsageError(f"launch_timeout must be above 0, or None; got {limit!r}.")
+    ReplayBuffer(capacity, **options).close()
+    pack(options, "options")
+
+
+def _kind(config: Any) -> tuple[Any, dict[str, float]]:
+    """Return a class of actors with these options, and the resources that one of them takes."""
+    from swath.workers.ray import needs_of  # which imports this module
+
+    if not (config is None or isinstance(config, Mapping)):
+        raise UsageError(f"remote_config: give a dict of options of an actor; got {config!r}.")
+    try:
+        options = {"num_cpus": 0, **(config or {})}
+        kind = needed().remote(concurrency_groups=_THREADS)
+        return kind(Keeper).options(**options), needs_of(options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"remote_config: {error}") from error
+
+
+def _unplaced(needs: Mapping[str, float], limit: float) -> str:
+    """Say why the actor has not begun yet."""
+    late = f"within {limit:g} s (launch_timeout)"
+    if not needs:
+        return f"the actor with the replay buffer has not begun {late}; wait longer."
+    ray = needed()
+    free, total = ray.available_resources(), ray.cluster_resources()
+    offers = {name: f"{free.get(name, 0):g} of {total.get(name, 0):g}" for name in needs}
+    return (
+        f"the actor with the replay buffer has found no place {late}: it needs {dict(needs)}, and "
+        f"free in the cluster are {offers}. Ask for less in remote_config, add a node, or wait "
+        "longer."
+    )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import multi_kit as kit
 import numpy as np
@@ -15,7 +22,7 @@ from swath.collectors.distributed import RayCollector
 from swath.data import RayReplayBuffer, ReplayBuffer
 from swath.data.ray import flatten, unflatten
 from swath.envs import SerialEnv
-from swath.errors import EnvError, UsageError, WorkerError
+from swath.errors import ClosedError, EnvError, UsageError, WorkerError
 from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
@@ -144,3 +151,251 @@ def test_priorities_bad_arguments_and_a_dead_actor(cluster):
         while True:  # it lives a little longer
             buffer.sample()
     buffer.close()
+
+
+PACED = {"samples_per_insert": 2.0, "tolerance": 0.0, "min_size": 40, "batch_size": 20}
+
+
+def collect(buffer, frames=200, env=CountingEnv):
+    options = {"frames_per_batch": 20, "total_frames": frames, "replay_buffer": buffer}
+    return RayCollector([env], **options)
+
+
+def sample_on(buffer):
+    """Sample until that is refused, and return how often it was not."""
+    for number in range(10_000):
+        try:
+            buffer.sample()
+        except UsageError as error:
+            if "nobody is known to write more" in str(error):
+                return number
+            raise
+    raise AssertionError("it is never refused")
+
+
+def test_who_samples_past_the_end_of_the_collection_is_refused(cluster):
+    @cluster.remote(num_cpus=0)
+    def elsewhere(buffer):
+        try:
+            while True:
+                buffer.sample()
+        except ValueError as error:
+            return str(error)
+
+    with RayReplayBuffer(1000, **PACED) as buffer:
+        for frames in (200, 400):
+            with collect(buffer) as collector:
+                collector.start()
+                other = elsewhere.remote(buffer)
+                assert sample_on(buffer) > 0
+                assert "nobody is known to write more" in cluster.get(other, timeout=60)
+            stats = buffer.stats()
+            assert (stats["frames"], stats["samples"]) == (frames, 2 * (frames - 40))
+        buffer.extend(TensorDict(buffer._ask("read", "call", "state_dict")["frames"], [400])[:20])
+        assert sample_on(buffer) == 2  # frames that others write are there, but not waited for
+
+
+def test_frames_are_waited_for_until_the_last_collector_ends():
+    with RayReplayBuffer(1000, batch_size=20, min_size=300) as buffer:
+        with collect(buffer, 400, lambda: SlowEnv(0.002)) as long, collect(buffer, 100) as short:
+            long.start()
+            long.pause()
+            short.start()
+            while short.is_running():
+                time.sleep(0.01)
+            with ThreadPoolExecutor(1) as pool:
+                drawn = pool.submit(buffer.sample)
+                time.sleep(0.5)
+                assert not drawn.done()
+                long.resume()
+                assert len(drawn.result(60)) == 20
+            while long.is_running():
+                time.sleep(0.01)
+        buffer.empty()
+        assert sample_on(buffer) == 0
+
+
+def test_the_end_of_a_buffer_ends_a_collection_in_its_background(cluster):
+    with RayReplayBuffer(1000) as buffer, collect(buffer, -1) as collector:
+        collector.start()
+        buffer.sample(1)
+        cluster.kill(buffer._actor)
+        with pytest.raises(WorkerError, match="the actor with the replay buffer is gone"):  # noqa: PT012
+            while True:
+                collector.pause()  # returns, too
+                collector.resume()
+                time.sleep(0.01)
+
+
+def test_however_many_wait_others_get_in():
+    with RayReplayBuffer(1000, batch_size=1) as buffer:
+        with ThreadPoolExecutor(24) as pool:
+            waiting = [pool.submit(buffer.sample) for _ in range(24)]
+            time.sleep(1)
+            buffer.note_version(3)
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(buffer.stats).result(10)["frames"] == 0
+                with buffer.unpaced():
+                    assert len(buffer) == 0
+                other.submit(buffer.fail, EnvError("as asked")).result(10)
+            for one in waiting:
+                with pytest.raises(EnvError, match="as asked"):
+                    one.result(10)
+        buffer.fail(None)
+        buffer.extend(TensorDict({"value": torch.zeros(1)}, 1))
+        assert len(buffer.sample()) == 1
+
+
+def is_known(ray, name):
+    try:
+        ray.get_actor(name)
+    except ValueError:
+        return False
+    return True
+
+
+def gone(ray, name):
+    deadline = time.monotonic() + 20
+    while is_known(ray, name) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_known(ray, name)
+
+
+def test_an_actor_that_finds_no_place_is_told_and_leaves_nothing_behind(cluster):
+    greedy = {"num_cpus": 64, "resources": {"rare": 2}, "name": "greedy"}
+    needs = r"no place within 0.5 s .*'CPU': 64.*'rare': 2.*'8 of 8'.*'1 of 1'.*remote_config,"
+    with pytest.raises(WorkerError, match=needs):
+        RayReplayBuffer(10, remote_config=greedy, launch_timeout=0.5)
+    assert gone(cluster, "greedy")
+    interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        RayReplayBuffer(10, remote_config=greedy, launch_timeout=None)
+    interrupt.join()
+    assert gone(cluster, "greedy")
+
+
+def not_to_be_imported(batch):
+    """Stand for what the actor cannot import."""
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_cpus": "many"}, "num_cpus"),
+        ({"num_cpu": 1}, "num_cpu"),
+        ({"scheduling_strategy": "here"}, "scheduling_strategy"),
+        ({1: 2}, "strings"),
+        ([1], r"a dict .* \[1\]"),
+    ],
+)
+def test_a_wrong_remote_config_is_told(config, words):
+    with pytest.raises(UsageError, match=rf"remote_config: .*{words}"):
+        RayReplayBuffer(10, remote_config=config)
+
+
+def test_what_cannot_be_made_in_the_actor_is_told():
+    with pytest.raises(UsageError, match="launch_timeout must be above 0"):
+        RayReplayBuffer(10, launch_timeout=0.0)
+    with pytest.raises(UsageError, match=r"options\['transform'\]"):
+        RayReplayBuffer(10, transform=threading.Lock().acquire)
+    with pytest.raises(WorkerError, match=r"is gone: .*No module named"):
+        RayReplayBuffer(10, transform=not_to_be_imported)
+
+
+def test_by_default_it_takes_no_cpu(cluster):
+    with RayReplayBuffer(10) as buffer:
+        time.sleep(0.5)  # Ray counts from time to time
+        assert cluster.available_resources()["CPU"] == 8
+        with RayReplayBuffer(10, remote_config={"num_cpus": 2}):
+            deadline = time.monotonic() + 20
+            while cluster.available_resources()["CPU"] != 6:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    with pytest.raises(ClosedError, match="was closed"):
+        buffer.sample()
+
+
+def test_a_buffer_that_was_sent_elsewhere_keeps_its_cluster(cluster):
+    with RayReplayBuffer(10) as buffer:
+        buffer.handle()
+        assert buffer._ender.alive
+        cluster.put(buffer)
+        assert not buffer._ender.alive
+
+
+SCRIPT = """
+import gc, sys, time, threading
+import ray
+from swath.collectors.distributed import RayCollector
+from swath.data import RayReplayBuffer
+from swath.testing import CountingEnv
+
+SMALL = {"num_cpus": 2, "object_store_memory": 128 << 20}
+
+def buffer_of_two_cores():
+    return RayReplayBuffer(1000, batch_size=8, ray_init_config=SMALL)
+
+def refusal(sample):
+    try:
+        sample()
+    except ValueError as error:
+        return str(error)
+"""
+
+
+def run(body):
+    with kit.Child(
+        [sys.executable, "-u", "-c", SCRIPT + textwrap.dedent(body)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as script:
+        _, err = script.communicate(timeout=200)
+    assert script.returncode == 0, err
+    assert "Traceback" not in err
+
+
+def test_two_collectors_have_room_beside_a_buffer_and_who_drops_it_leaves_the_cluster():
+    run(
+        """
+        def use():
+            buffer = buffer_of_two_cores()
+            options = {"frames_per_batch": 20, "replay_buffer": buffer, "launch_timeout": 60}
+            with RayCollector([CountingEnv] * 2, **options) as collector:
+                collector.start()
+                assert len(buffer.sample()) == 8
+            assert ray.is_initialized()
+
+        use()
+        deadline = time.monotonic() + 30
+        while ray.is_initialized():
+            assert time.monotonic() < deadline, "the cluster stays"
+            gc.collect()
+            time.sleep(0.1)
+        """
+    )
+
+
+def test_a_buffer_whose_ray_was_shut_down_says_so():
+    run(
+        """
+        buffer = buffer_of_two_cores()
+        heard = []
+        waiting = threading.Thread(target=lambda: heard.append(refusal(buffer.sample)))
+        waiting.start()
+        time.sleep(1)
+        ray.shutdown()
+        waiting.join(10)
+        told = "Ray was shut down under this replay buffer."
+        assert heard == [told], heard
+        assert refusal(buffer.stats) == refusal(lambda: buffer.note_version(1)) == told
+        assert not ray.is_initialized()
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, **SMALL)
+        assert refusal(buffer.sample) == told
+        buffer.close()
+        assert ray.is_initialized(), "this cluster is not the buffer's"
+        """
+    )
