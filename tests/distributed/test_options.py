@@ -183,3 +183,29 @@ def test_nothing_of_a_stranger_is_unpickled(tmp_path):
             assert refused(stranger)
         collector.next()
     assert not (tmp_path / "harm").exists()
+
+
+class Mine(DistributedCollector):
+    """A user's own, with an attribute of its own."""
+
+    def __init__(self, *args, mark="", **options):
+        super().__init__(*args, **options)
+        self.mark = mark
+
+
+class AlwaysSync(DistributedCollector):
+    def __init__(self, makers):
+        super().__init__(makers, sync=True, **OPTIONS)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_subclass_is_made_as_such(sync):
+    with Mine([CountingEnv] * 2, mark="a", sync=sync, **OPTIONS) as collector:
+        assert isinstance(collector, Mine)
+        assert collector.mark == "a"
+        assert list(collector.next().batch_size) == ([2, 20] if sync else [40])
+
+
+def test_a_subclass_that_keeps_sync_to_itself_is_told():
+    with pytest.raises(UsageError, match="let it take sync as an option"):
+        AlwaysSync([CountingEnv] * 2)

@@ -111,7 +111,7 @@ def _begin(ray: Any, given: Mapping[str, Any], cpus: float, limit: float | None)
     try:
         with Shield():  # what is half started could not be ended
             ray.init(**options)
-    except KeyboardInterrupt:
+    except BaseException:
         ray.shutdown()
         raise
 

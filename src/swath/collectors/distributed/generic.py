@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from swath.collectors.distributed.paired import PairedCollector, paired
+from swath.collectors.distributed.paired import PairedCollector
 from swath.collectors.jobs import check_entries, each_of, node_options, sources_of
 from swath.collectors.options import Options
 from swath.errors import UsageError
@@ -28,7 +28,6 @@ from swath.workers.worlds import find_world
 __all__ = ["DistributedCollector", "DistributedSyncCollector", "RPCCollector"]
 
 
-@paired
 class DistributedCollector(PairedCollector):
     """Collect with workers that share no memory with this process, on this or on other machines.
 
@@ -110,7 +109,6 @@ class DistributedCollector(PairedCollector):
         return RemotePlace(gate, medium, launcher, invitation, options.launch_timeout)
 
 
-@paired
 class DistributedSyncCollector(DistributedCollector):
     """`DistributedCollector` with `sync=True`.
 
@@ -123,7 +121,6 @@ class DistributedSyncCollector(DistributedCollector):
     _defaults: Mapping[str, Any] = {"sync": True}
 
 
-@paired
 class RPCCollector(DistributedCollector):
     """`DistributedCollector` whose slabs and weights travel by `torch.distributed.rpc`.
 

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from swath.collectors.jobs import node_options
 from swath.collectors.multi import MultiCollector
 from swath.collectors.multi_async import MultiAsyncCollector
 from swath.collectors.multi_sync import MultiSyncCollector
 from swath.collectors.options import Options
+from swath.errors import UsageError
 
-__all__ = ["PairedCollector", "paired"]
+__all__ = ["PairedCollector"]
 
 
 class PairedCollector(MultiCollector):
-    """Says where workers run; with one of two deliveries it is a collector."""
+    """Says where workers run; with one of two deliveries it is a collector.
+
+    Both are made for each subclass, those of users included.
+    """
 
     _defaults: Mapping[str, Any] = {}
     _deliveries: tuple[type, type] | None = None
     """What delivers first come first served, and what delivers from all."""
+
+    def __init_subclass__(cls) -> None:
+        """Make both collectors of a class, and its signature."""
+        super().__init_subclass__()
+        if "_deliveries" in vars(cls):  # it is one of them
+            return
+        if "__init__" not in vars(cls) or cls._deliveries is None:
+            cls.__signature__ = Options.signature(cls._scope)  # type: ignore[attr-defined]
+        about = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_deliveries": None}
+        cls._deliveries = (
+            type(cls.__name__, (cls, MultiAsyncCollector), about),
+            type(cls.__name__, (cls, MultiSyncCollector), about),
+        )
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Return a collector that delivers as `sync` says."""
         sync = {**cls._defaults, **node_options(options)}.get("sync") is True
         return object.__new__(cls if cls._deliveries is None else cls._deliveries[sync])
 
-
-Kind = TypeVar("Kind", bound=type[PairedCollector])
-
-
-def paired(kind: Kind) -> Kind:
-    """Make both collectors of a class, and its signature."""
-    kind.__signature__ = Options.signature(kind._scope)  # type: ignore[attr-defined]
-    about = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_deliveries": None}
-    kind._deliveries = (
-        type(kind.__name__, (kind, MultiAsyncCollector), about),
-        type(kind.__name__, (kind, MultiSyncCollector), about),
-    )
-    return kind
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        sync = {**self._defaults, **options}.get("sync") is True
+        if sync != isinstance(self, MultiSyncCollector):
+            raise UsageError(
+                f"{type(self).__name__} was made with sync={not sync}, and its __init__ passes on "
+                f"sync={sync}; let it take sync as an option."
+            )
+        super().__init__(create_env_fn, policy, **options)

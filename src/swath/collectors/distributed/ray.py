@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from swath.collectors.distributed.paired import PairedCollector, paired
+from swath.collectors.distributed.paired import PairedCollector
 from swath.collectors.jobs import check_entries, node_options, sources_of
 from swath.collectors.options import Options, mappings_of
 from swath.errors import UsageError
@@ -45,7 +45,6 @@ _OURS = {
 """Options of actors that are not the user's, and why."""
 
 
-@paired
 class RayCollector(PairedCollector):
     """Collect with the actors of a Ray cluster.
 
