@@ -366,6 +366,26 @@ def test_a_failure_ends_all_waiting_with_its_cause(prefetch: int) -> None:
         assert buffer.sample().batch_size == (2,)
 
 
+def test_all_who_wait_hear_that_nobody_writes_any_more() -> None:
+    heard: list[str] = []
+
+    def wait() -> None:
+        try:
+            buffer.sample()
+        except UsageError as error:
+            heard.append(str(error))
+
+    with ReplayBuffer(100, batch_size=4, prefetch=2, samples_per_insert=1.0, min_size=50) as buffer:
+        threads = [threading.Thread(target=wait) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        buffer.fed = False
+        for thread in threads:
+            thread.join(30)
+        assert len(heard) == 8
+        assert all("nobody is known to write" in words for words in heard)
+
+
 def test_a_watch_makes_sample_wait_and_ends_the_wait() -> None:
     buffer = ReplayBuffer(10, batch_size=2)
     calls = []

@@ -13,7 +13,7 @@ from typing import Any
 from swath.data.storage import Ring, Word
 from swath.errors import UsageError, WorkerError
 
-__all__ = ["Pace", "Prefetcher"]
+__all__ = ["Pace", "Prefetcher", "Stopped"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class Pace:
         return answer
 
 
+class Stopped(Exception):
+    """A prefetcher was ended under somebody who waits for it."""
+
+
 class Prefetcher:
     """Threads that call `make` of a buffer ahead of time; what they raise is raised by `next`."""
 
@@ -108,12 +112,14 @@ class Prefetcher:
                         return
 
     def next(self, check: Callable[[], None]) -> Any:
-        """Return the next batch, in the order in which they became ready."""
+        """Return the next batch, in the order in which they became ready, or raise `Stopped`."""
         while True:
             try:
                 batch, error = self._ready.get(timeout=0.05)
             except queue.Empty:
                 check()
+                if self._stop.is_set():
+                    raise Stopped from None
                 continue
             if error is not None:
                 raise error

@@ -27,7 +27,7 @@ from swath.data.replay import ReplayBuffer
 from swath.errors import ClosedError, UsageError, WorkerError
 from swath.links import pack
 from swath.links.calls import writable
-from swath.links.cluster import enter, leave, needed, session
+from swath.links.cluster import enter, leave, needed, needs_of, no_place, session
 from swath.links.parcels import pack_error, unpack_error
 
 __all__ = ["RayReplayBuffer"]
@@ -182,7 +182,8 @@ class RayReplayBuffer:
 
         def watch() -> None:
             if limit is not None and monotonic() - begun > limit:
-                raise WorkerError(_unplaced(needs, limit))
+                why = no_place(needs, limit, "remote_config")
+                raise WorkerError(f"the actor with the replay buffer {why}")
 
         try:
             self._actor = kind.remote(self.capacity, options)
@@ -353,8 +354,6 @@ def _check_arguments(capacity: int, options: Mapping[str, Any], limit: Any) -> N
 
 def _kind(config: Any) -> tuple[Any, dict[str, float]]:
     """Return a class of actors with these options, and the resources that one of them takes."""
-    from swath.workers.ray import needs_of  # which imports this module
-
     if not (config is None or isinstance(config, Mapping)):
         raise UsageError(f"remote_config: give a dict of options of an actor; got {config!r}.")
     try:
@@ -363,18 +362,3 @@ def _kind(config: Any) -> tuple[Any, dict[str, float]]:
         return kind(Keeper).options(**options), needs_of(options)
     except (TypeError, ValueError) as error:
         raise UsageError(f"remote_config: {error}") from error
-
-
-def _unplaced(needs: Mapping[str, float], limit: float) -> str:
-    """Say why the actor has not begun yet."""
-    late = f"within {limit:g} s (launch_timeout)"
-    if not needs:
-        return f"the actor with the replay buffer has not begun {late}; wait longer."
-    ray = needed()
-    free, total = ray.available_resources(), ray.cluster_resources()
-    offers = {name: f"{free.get(name, 0):g} of {total.get(name, 0):g}" for name in needs}
-    return (
-        f"the actor with the replay buffer has found no place {late}: it needs {dict(needs)}, and "
-        f"free in the cluster are {offers}. Ask for less in remote_config, add a node, or wait "
-        "longer."
-    )

@@ -26,7 +26,7 @@ from swath.data import saving
 from swath.data.datasets import LEDGER
 from swath.data.drawing import Draws
 from swath.data.frames import check_fit, frames_of, leaves
-from swath.data.pacing import Pace, Prefetcher
+from swath.data.pacing import Pace, Prefetcher, Stopped
 from swath.data.runs import Runs
 from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
 from swath.data.storage import (
@@ -306,15 +306,21 @@ class ReplayBuffer:
             raise UsageError(f"batch_size={size}: give sample() or the buffer at least 1.")
         if not self._prefetch or size != self.batch_size:
             return self._drawn(size, self._check)
-        with self._lock:
-            if self._prefetcher is None:
-                self._prefetcher = Prefetcher(self, ReplayBuffer._drawn_ahead, self._prefetch)
-            prefetcher = self._prefetcher
-        try:
-            return prefetcher.next(self._check)
-        except BaseException:
-            self._stop_prefetch()  # the next call starts anew
-            raise
+        return self._prefetched()
+
+    def _prefetched(self) -> Any:
+        while True:
+            with self._lock:
+                if self._prefetcher is None:
+                    self._prefetcher = Prefetcher(self, ReplayBuffer._drawn_ahead, self._prefetch)
+                prefetcher = self._prefetcher
+            try:
+                return prefetcher.next(self._check)
+            except Stopped:  # another thread has heard of an error: this one is to hear it, too
+                continue
+            except BaseException:
+                self._stop_prefetch()  # the next call starts anew
+                raise
 
     def _drawn_ahead(self, stop: threading.Event) -> Any:
         assert self.batch_size is not None

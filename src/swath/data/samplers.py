@@ -33,6 +33,12 @@ class Sampler(abc.ABC):
     runs = False
     """Whether the ring is to know the frame before each frame of a trajectory."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: one for name, one in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())  # for a buffer in another process
+
     def shape(self, batch_size: int) -> tuple[int, ...]:
         """Return the batch size of what `batch_size` frames come as."""
         return (batch_size,)

@@ -13,8 +13,9 @@ from typing import Any
 from swath.errors import UsageError, nearest
 from swath.shield import Shield
 
-__all__ = ["enter", "leave", "needed", "session"]
+__all__ = ["enter", "leave", "needed", "needs_of", "no_place", "session"]
 
+_UNITS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 _entering = threading.Lock()
 _ours: Any = None  # the session that we have begun
 _users = 0  # of it
@@ -76,6 +77,26 @@ def session() -> Any:
         return None
     about = ray.get_runtime_context()
     return about.gcs_address, about.get_job_id()
+
+
+def needs_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the resources that an actor with these options takes."""
+    named = {unit: config.get(name) or 0 for name, unit in _UNITS.items()}
+    return {name: one for name, one in {**named, **(config.get("resources") or {})}.items() if one}
+
+
+def no_place(needs: Mapping[str, float], limit: float | None, option: str) -> str:
+    """Say why an actor has not begun yet; `option` is where its resources are given."""
+    late = "in time" if limit is None else f"within {limit:g} s (launch_timeout)"
+    if not needs:
+        return f"has not begun {late}; wait longer."
+    ray = needed()
+    free, total = ray.available_resources(), ray.cluster_resources()
+    offers = {name: f"{free.get(name, 0):g} of {total.get(name, 0):g}" for name in needs}
+    return (
+        f"has found no place {late}: it needs {dict(needs)}, and free in the cluster are {offers}. "
+        f"Ask for less in {option}, add a node, or wait longer."
+    )
 
 
 def _checked(address: Any, config: Any) -> dict[str, Any]:

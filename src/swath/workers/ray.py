@@ -23,7 +23,7 @@ import numpy as np
 
 from swath.errors import ClosedError, UsageError
 from swath.links import Link
-from swath.links.cluster import leave, needed, session
+from swath.links.cluster import leave, needed, needs_of, no_place, session
 from swath.links.door import Door
 from swath.links.ray import RayLink
 from swath.memory import Slab
@@ -37,7 +37,7 @@ from swath.workers.remote import IN_FLIGHT, RemoteSlabs, RemoteWeights
 if TYPE_CHECKING:
     from swath.workers.crew import Crew
 
-__all__ = ["RayPlace", "actor_of", "needs_of"]
+__all__ = ["RayPlace", "actor_of"]
 
 _THREADS = 8
 """One runs the worker, one waits for each report that is owed, one takes orders; some to spare."""
@@ -45,13 +45,6 @@ _INLINE = 100 * 1024
 """Bytes up to which Ray sends an argument with the call."""
 _READERS = 16
 """Actors that take weights from one block."""
-_UNITS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-
-
-def needs_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the resources that an actor with these options takes."""
-    named = {unit: config.get(name) or 0 for name, unit in _UNITS.items()}
-    return {name: one for name, one in {**named, **(config.get("resources") or {})}.items() if one}
 
 
 class RayPlace:
@@ -100,17 +93,12 @@ class RayPlace:
                 door.close()
             self._let_go()
             raise
-        return RayLink(actor, payload, lambda: self._unplaced(needs), self._let_go, door)
-
-    def _unplaced(self, needs: Mapping[str, float]) -> str:
-        ray = needed()
-        free, total = ray.available_resources(), ray.cluster_resources()
-        offers = {name: f"{free.get(name, 0):g} of {total.get(name, 0):g}" for name in needs}
-        limit = self.launch_limit
-        when = "in time" if limit is None else f"within {limit:g} s (launch_timeout)"
-        return (
-            f"has found no place {when}: it needs {dict(needs)}, and free in the cluster are "
-            f"{offers}. Ask for less in remote_configs, add a node, or wait longer."
+        return RayLink(
+            actor,
+            payload,
+            lambda: no_place(needs, self.launch_limit, "remote_configs"),
+            self._let_go,
+            door,
         )
 
     def slabs(self, crew: Crew) -> Slabs:

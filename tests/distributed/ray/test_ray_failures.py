@@ -16,9 +16,9 @@ from torch import nn
 
 from swath.collectors.distributed import RayCollector
 from swath.errors import ClosedError, EnvError, WorkerError
+from swath.links.cluster import no_place
 from swath.links.door import Door
 from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
-from swath.workers.ray import RayPlace
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 KINDS = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
@@ -80,7 +80,7 @@ def test_no_place_and_no_limit_but_that_of_a_rollout():
     options = {"launch_timeout": None, "worker_timeout": 1.0, "remote_configs": {"num_cpus": 64}}
     with pytest.raises(WorkerError, match=r"not placed\) (has found no place|gave no answer)"):
         make(True, [CountingEnv], **options)
-    told = RayPlace([{}], None)._unplaced({"CPU": 64})
+    told = no_place({"CPU": 64}, None, "remote_configs")
     assert told.startswith("has found no place in time: it needs {'CPU': 64}, and free in the")
 
 

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from swath.collectors import Collector
 from swath.collectors.distributed import RayCollector
-from swath.data import RayReplayBuffer, ReplayBuffer
+from swath.data import PrioritizedSampler, RayReplayBuffer, ReplayBuffer
 from swath.data.ray import flatten, unflatten
 from swath.envs import SerialEnv
 from swath.errors import ClosedError, EnvError, UsageError, WorkerError
@@ -132,12 +132,13 @@ def test_a_failure_of_the_collector_reaches_who_samples():
     buffer.close()
 
 
-def test_priorities_bad_arguments_and_a_dead_actor(cluster):
+@pytest.mark.parametrize("make", [lambda: "prioritized", PrioritizedSampler])
+def test_priorities_bad_arguments_and_a_dead_actor(make, cluster):
     with pytest.raises(UsageError, match="sampler='best'"):
         RayReplayBuffer(10, sampler="best")
     with pytest.raises(UsageError, match="device"):
         RayReplayBuffer(10, device="cpu")
-    buffer = RayReplayBuffer(100, sampler="prioritized", batch_size=50, seed=0)
+    buffer = RayReplayBuffer(100, sampler=make(), batch_size=50, seed=0)
     batch = TensorDict({"value": torch.arange(10)}, 10)
     buffer.extend(batch)
     drawn = buffer.sample()

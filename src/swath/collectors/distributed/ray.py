@@ -16,9 +16,9 @@ from swath.collectors.distributed.paired import PairedCollector
 from swath.collectors.jobs import check_entries, node_options, sources_of
 from swath.collectors.options import Options, mappings_of
 from swath.errors import UsageError
-from swath.links.cluster import enter, leave, needed
+from swath.links.cluster import enter, leave, needed, needs_of
 from swath.workers.place import Place
-from swath.workers.ray import RayPlace, actor_of, needs_of
+from swath.workers.ray import RayPlace, actor_of
 
 __all__ = ["RayCollector"]
 
