@@ -1,16 +1,29 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-N      ?= 2
+N      ?= 3
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest --doctest-modules -n $(N) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test check bench examples docs size clean
+.PHONY: run test test-all test-cluster coverage check bench examples docs size clean
 
 run: $(VENV)/.run                       ## collect 200,000 frames of CartPole-v1 and say how it went
 	$(BIN)/swath collect CartPole-v1 --envs 8 --frames 200000
 
-test: $(VENV)/.dev                      ## all tests, docstring examples included; N=0 for one process
-	$(BIN)/python -m pytest --doctest-modules -n $(N) --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.dev                      ## all but the long suites over clusters; N=0 for one process
+	$(PYTEST) -m "not cluster"
+
+test-cluster: $(VENV)/.dev              ## the long suites over gloo, RPC, MPI, Slurm and Ray
+	$(PYTEST) -m cluster
+
+test-all: $(VENV)/.dev                  ## all tests
+	$(PYTEST)
+
+coverage: $(VENV)/.dev                  ## lines and branches that `make test` runs, workers included
+	rm -f .coverage*
+	$(BIN)/coverage run -m pytest --doctest-modules -n $(N) --dist loadfile -m "not cluster"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 check: $(VENV)/.dev                     ## lint, format, types, layers, size
 	$(BIN)/ruff check .

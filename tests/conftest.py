@@ -1,85 +1,112 @@
-"""Around every test: nothing may be left behind."""
+"""Around every test: nothing may be left behind; at the end: what was left out."""
 
 from __future__ import annotations
 
-import gc
-import os
 import random
-import threading
-import time
+import signal
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
+import backend_kit
+import leak_kit
 import numpy as np
 import pytest
+import ray_kit
 import torch
 
-from swath.links.launch import server_pid
+from swath.testing import CountingEnv
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell script that starts tests with `&` has Ctrl-C ignored in them, and in all their
+    # children. What tests of Ctrl-C say must not depend on how they were started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):  # a thread that has ended since
-        return ""
+# -- backends -------------------------------------------------------------------------------------
 
 
-def _children(of: int | None = None) -> set[str]:
-    """Return the children of this process, and the workers of its fork server."""
-    pid, server = of or os.getpid(), server_pid()
-    paths = Path(f"/proc/{pid}/task").glob("*/children")
-    found = {child for path in paths for child in _text(path).split()}
-    if of is None and server is not None:  # it stays for the next test; its workers may not
-        found = (found - {str(server)}) | _children(server)
-    return found
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the ranks of `mpirun` run tests over MPI."""
+    parser.addoption("--backend", help="run only tests that have backends, over this one")
 
 
-def _shared_memory() -> set[str]:
-    names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    # Semaphores of multiprocessing are unlinked as soon as they are open, segments of MPI live as
-    # long as its job: others' pass by here, and nothing of ours has such a name.
-    return {name for name in names if not name.startswith(("sem.mp-", "sm_segment."))}
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for `backend` over all that its `over` names."""
+    if "backend" in metafunc.fixturenames:
+        only = metafunc.config.getoption("backend")
+        metafunc.parametrize(
+            "backend", backend_kit.params(metafunc.definition, only), indirect=True
+        )
 
 
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> backend_kit.Backend:
+    """Return what makes collectors with workers, over one way in which these can be reached."""
+    if request.param.startswith("ray"):
+        request.getfixturevalue("cluster")
+    if request.param == "ray-far":
+        request.getfixturevalue("far")
+    if request.param == "rpc":
+        request.getfixturevalue("torch_keeps_its_last_agent")
+    return backend_kit.Backend(request.param)
 
 
-# Started once by libraries, for the life of the process.
-_KEPT_THREADS = ("MainThread", "ThreadPoolExecutor", "Thread-autotuning", "QueueFeeder")
+@pytest.fixture(scope="session")
+def torch_keeps_its_last_agent() -> None:
+    """Torch frees most of what an RPC agent had when the next one starts; it counts as no leak."""
+    for _ in range(2):
+        with backend_kit.Backend("rpc").sync([CountingEnv] * 4, frames_per_batch=8) as one:
+            assert one.next().numel() == 8
 
 
-def _left(before: tuple[set[str], set[threading.Thread], set[str], int]) -> list[str]:
-    children, threads, shared, descriptors = before
-    names = [t.name for t in set(threading.enumerate()) - threads if t.is_alive()]
-    left = [f"process {pid}" for pid in _children() - children]
-    left += [f"thread {name}" for name in names if not name.startswith(_KEPT_THREADS)]
-    left += [f"/dev/shm/{name}" for name in _shared_memory() - shared]
-    # Imports on first use may keep a file open; a leak per env or batch shows as many.
-    if _descriptors() > descriptors + 3:
-        left.append(f"{_descriptors() - descriptors} file descriptors")
-    return left
+# -- Ray ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster():
+    """Return Ray, with the one cluster that this process starts for all its tests."""
+    return ray_kit.cluster()
+
+
+@pytest.fixture
+def no_cluster() -> None:
+    """Leave the cluster of this process, if it has one; the next test that needs one starts it."""
+    ray_kit.leave()
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no actor come in by a door, as if all were on other machines."""
+    ray_kit.lead_nowhere(monkeypatch)
+
+
+@pytest.fixture(params=["near", "far"])
+def anywhere(request: pytest.FixtureRequest) -> None:
+    """Run a test with actors that come in by a door, and with actors that do not."""
+    if request.param == "far":
+        request.getfixturevalue("far")
+
+
+# -- what is left ---------------------------------------------------------------------------------
+
+
+def _uses_ray(item: pytest.Item) -> bool:
+    backend = item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""
+    named = "cluster" in getattr(item, "fixturenames", ())
+    return named or "ray" in item.path.parts or backend.startswith("ray")
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail on left-over processes, threads, shared memory and descriptors."""
-    before = (_children(), set(threading.enumerate()), _shared_memory(), _descriptors())
+    before = leak_kit.OfOurs() if _uses_ray(request.node) else leak_kit.Everything()
     yield
     if request.node.get_closest_marker("slow") or request.node.get_closest_marker("gpu"):
         return  # the compiler keeps its own workers, and the driver its own descriptors
-    if _left(before):
-        gc.collect()
-        started = time.monotonic()
-        while left := _left(before):
-            # Names of other processes, of tests beside this one for example, come and go.
-            shared = all(name.startswith("/dev/shm/") for name in left)
-            if time.monotonic() > started + (20 if shared else 5):
-                break
-            time.sleep(0.05)
-        assert not left, "a test left something behind"
+    left = leak_kit.wait_until_clean(before)
+    assert not left, "a test left something behind"
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +119,58 @@ def untouched_surroundings() -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+# -- what was not run -----------------------------------------------------------------------------
+
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+HOW_TO_RUN = {
+    "cluster": "long suites over gloo, RPC, MPI, Slurm and Ray: make test-all",
+    "gpu": "for a CUDA device: python -m pytest -m gpu where there is one",
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what says nothing new or cannot run here."""
+    items[:] = [item for item in items if not _is_said_twice(item)]
+    if not torch.cuda.is_available():
+        on_gpus = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=on_gpus)
+    for item in items:
+        if _uses_ray(item) and not ray_kit.INSTALLED:
+            item.add_marker(pytest.mark.skip(reason="needs Ray: pip install swath[ray]"))
+
+
+def _is_said_twice(item: pytest.Item) -> bool:
+    """Tell whether a test is that of one worker beside, which only processes have a class for."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return params.get("kind") == "beside" and params.get("backend", "processes") != "processes"
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count what is left out, by the marker that says what it needs."""
+    for item in items:
+        for name in HOW_TO_RUN:
+            if item.get_closest_marker(name):
+                item.config.stash.setdefault(LEFT_OUT, Counter())[name] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the cluster of this process; tell the first process what this one left out."""
+    ray_kit.leave()
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
+        left_out = session.config.stash.get(LEFT_OUT, Counter())
+        session.config.workeroutput["left_out"] = dict(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a process of pytest-xdist left out; it is the same in all of them."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was left out, and how to run it."""
+    for name, count in config.stash.get(LEFT_OUT, Counter()).items():
+        terminalreporter.line(f"left out: {count} tests, {HOW_TO_RUN[name]}")

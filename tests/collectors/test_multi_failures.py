@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import threading
 import time
-from pathlib import Path
 
 import multi_kit as kit
-import numpy as np
 import pytest
 import torch
 
 from swath.collectors import AsyncCollector
-from swath.errors import ClosedError, EnvError, PolicyError, UsageError, WorkerError
+from swath.errors import EnvError, PolicyError, UsageError, WorkerError
 from swath.seeding import env_seed
-from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
+from swath.testing import CountingEnv, CrashingEnv, check_transitions
 
 KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
 ENDS = {
@@ -171,25 +164,6 @@ def test_when_all_fail_alike_one_at_a_time_is_told_and_what_is_whole_is_kept():
     assert 1 <= len(set(told)) == len(told) <= 3
 
 
-def test_an_exception_that_cannot_travel_is_told_all_the_same():
-    class Odd(Exception):
-        def __init__(self, lock, number):
-            super().__init__(f"number {number}")
-            self.lock = lock
-
-    def bad():
-        env = CrashingEnv(at_step=4)
-        env.exception = Odd(threading.Lock(), 9)
-        return env
-
-    with (
-        make("sync", [bad]) as collector,
-        pytest.raises(EnvError, match="Odd: number 9") as caught,
-    ):
-        collect(collector)
-    assert "number 9" in str(chain(caught.value)[-1])
-
-
 # -- deaths ---------------------------------------------------------------------------------------
 
 
@@ -234,37 +208,6 @@ def test_a_worker_that_is_killed_while_idle(kind, number):
             collect(collector)
         assert caught.value.worker == 0
         assert check_transitions([*batches, *caught.value.seen])
-
-
-@KINDS
-def test_publishing_to_a_dead_worker_raises_if_it_is_waited_for(kind):
-    with make(kind, [kit.wide] * 2, kit.Telling()) as collector:
-        collector.next()
-        os.kill(kit.pids_of(collector)[1], signal.SIGKILL)
-        with pytest.raises(WorkerError, match="SIGKILL"):
-            collector.update_policy_weights_(wait=True)
-
-
-@KINDS
-def test_a_worker_that_is_killed_while_weights_are_published(kind):
-    policy = kit.Telling()
-    policy.register_buffer("much", torch.zeros(1_000_000))
-    with make(kind, [kit.wide] * 2, policy) as collector:
-        collector.next()
-        victim = kit.pids_of(collector)[1]
-        killer = threading.Timer(0.05, os.kill, (victim, signal.SIGKILL))
-        number = 0
-        try:
-            while kit.alive(victim):
-                number += 1
-                collector.update_policy_weights_(policy.become(number))
-                if number == 2:
-                    killer.start()
-            with pytest.raises(WorkerError, match="SIGKILL") as caught:
-                collect(collector)
-        finally:
-            killer.join()
-        assert all(kit.told_right(batch) for batch in caught.value.seen)
 
 
 # -- blocking -------------------------------------------------------------------------------------
@@ -319,97 +262,12 @@ def test_a_worker_that_does_not_end_when_asked_is_killed():
 
 
 @KINDS
-def test_shutdown_twice_and_everything_after_it(kind):
-    collector = make(kind, [CountingEnv] * 2)
-    batch = collector.next()
-    pids = kit.pids_of(collector)
-    collector.shutdown(timeout=600)  # more than a test may take: they end when asked
-    collector.shutdown()
-    assert kit.gone(pids, 0.1)
-    check_transitions(batch)
-    for ask in (
-        collector.next,
-        lambda: list(collector),
-        collector.update_policy_weights_,
-        collector.state_dict,
-        collector.reset,
-        lambda: collector.set_seed(1),
-        collector.__enter__,
-    ):
-        with pytest.raises(ClosedError, match="shut down"):
-            ask()
-    assert collector.stats()["frames"] == batch.numel()
-
-
-@KINDS
-def test_envs_are_closed(kind, tmp_path):
-    class Closes(CountingEnv):
-        def close(self):
-            (tmp_path / str(os.getpid())).touch()
-
-    with make(kind, [Closes] * 2) as collector:
-        collector.next()
-        pids = kit.pids_of(collector)
-    assert sorted(int(path.name) for path in tmp_path.iterdir()) == sorted(pids)
-
-
-@KINDS
-def test_shutdown_from_another_thread_in_the_middle_of_a_batch(kind):
-    collector = make(kind, [lambda: SlowEnv(0.02)] * 2, frames_per_batch=2000)
-    pids = kit.pids_of(collector)
-    enders = [threading.Timer(0.2, collector.shutdown, (600,)) for _ in range(2)]
-    for ender in enders:
-        ender.start()
-    with pytest.raises(ClosedError, match="shut down"):
-        collector.next()
-    for ender in enders:
-        ender.join()
-    assert kit.gone(pids, 0.1)
-
-
-@KINDS
-def test_shutdown_in_the_middle_of_a_batch_that_was_begun(kind):
-    options = {"collect_ahead": True} if kind == "sync" else {}
-    collector = make(kind, [lambda: SlowEnv(0.005)] * 2, frames_per_batch=20, **options)
-    collector.next()
-    pids = kit.pids_of(collector)
-    collector.shutdown(timeout=600)
-    assert kit.gone(pids, 0.1)
-
-
-@KINDS
-def test_a_collector_that_is_dropped_takes_its_workers_along(kind):
-    collector = make(kind, [CountingEnv] * 2)
-    batch = collector.next()
-    pids = kit.pids_of(collector)
-    del collector
-    gc.collect()
-    assert kit.gone(pids)
-    check_transitions(batch)
-
-
-@KINDS
 def test_an_exception_in_the_loop_body_leaves_nothing(kind):
     with pytest.raises(KeyError), make(kind, [CountingEnv] * 2) as collector:  # noqa: PT012
         for _ in collector:
             pids = kit.pids_of(collector)
             raise KeyError
     assert kit.gone(pids, 0.1)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_of_the_learner_does_not_end_its_workers():
-    with make("sync", [CountingEnv] * 2) as collector:
-        batches = [collector.next()]
-        pid = os.fork()
-        if pid == 0:
-            try:
-                collector.shutdown()
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
-        batches += [collector.next() for _ in range(3)]
-    check_transitions(batches)
 
 
 # -- restarts -------------------------------------------------------------------------------------
@@ -599,162 +457,6 @@ def test_random_frames_stay_exact_over_restarts(tmp_path):
     with make("sync", makers, kit.Telling(7), **options) as collector:
         batches = list(collector)
     assert sum(batch["collector", "random"].sum() for batch in batches) == 50
-
-
-# -- scripts --------------------------------------------------------------------------------------
-
-SCRIPT = """
-import os, sys, time, signal
-import numpy as np
-import gymnasium as gym
-from swath.collectors import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
-from swath.testing import CountingEnv, SlowEnv, check_transitions
-
-exec(os.environ.get("SWATH_TEST_HEADER", ""))
-
-class Mine(CountingEnv):
-    pass
-
-def say(*words):
-    print(*words, flush=True)
-
-def pids(collector):
-    return [worker["pid"] for worker in collector.stats()["workers"]]
-"""
-
-
-def script(body):
-    return SCRIPT + textwrap.dedent(body)
-
-
-def run(arguments, text=None, within=40):
-    done = subprocess.run(
-        [sys.executable, *arguments], input=text, capture_output=True, text=True, timeout=within
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def start(body, **options):
-    return kit.Child(
-        [sys.executable, "-u", "-c", script(body)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
-def test_a_script_needs_no_main_guard_and_no_shutdown(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(
-        script(
-            """
-            offset = 3
-            maker = lambda: Mine(longest=offset + 6)
-            policy = lambda o: np.int64(offset % 2)
-            options = {"frames_per_batch": 20, "total_frames": 100}
-            collector = MultiSyncCollector([maker] * 2, policy, **options)
-            say(check_transitions(list(collector)), *pids(collector))
-            busy = MultiAsyncCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=50)
-            busy.next()
-            say(*pids(busy))
-            """
-        )
-    )
-    code, out, err = run([str(path)])
-    assert (code, err) == (0, "")
-    frames, *pids = map(int, out.split())
-    assert frames == 100
-    assert len(set(pids)) == 4
-    assert kit.gone(pids)
-
-
-def test_an_exception_that_nobody_catches_ends_a_script_from_stdin_and_its_workers():
-    text = script(
-        """
-        for data in (collector := MultiSyncCollector([Mine] * 2, frames_per_batch=20)):
-            say(*pids(collector))
-            1 / 0
-        """
-    )
-    code, out, err = run(["-"], text)
-    assert code == 1
-    assert err.rstrip().endswith("ZeroDivisionError: division by zero")
-    assert kit.gone(map(int, out.split()))
-
-
-def test_workers_end_with_their_parent():
-    parent = start(
-        """
-        collector = MultiAsyncCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=50)
-        collector.next()
-        say(*pids(collector))
-        for data in collector:
-            pass
-        """
-    )
-    with parent:
-        pids = list(map(int, parent.stdout.readline().split()))
-        before = shared_memory()
-        assert all(map(kit.alive, pids))
-        parent.kill()
-        assert parent.wait(10) == -signal.SIGKILL
-        assert kit.gone(pids, 3.0)  # a second, and two for a machine that has other things to do
-        deadline = time.monotonic() + 20  # what other processes do there passes
-        while shared_memory() - before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert shared_memory() <= before
-
-
-def shared_memory():
-    names = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-    return {name for name in names if not name.startswith(("sem.mp-", "sm_segment."))}
-
-
-def test_after_ctrl_c_nothing_is_lost():
-    body = """
-        def collect(kind):
-            batches, interrupts = [], 0
-            with kind([lambda: SlowEnv(0.001)] * 2, frames_per_batch=20, seed=0) as collector:
-                batches.append(collector.next())
-                first = pids(collector)
-                while interrupts < 8 or len(batches) < 20:
-                    try:
-                        if interrupts < 8:
-                            say("go")
-                        for data in collector:
-                            batches.append(data)
-                            if interrupts >= 8 and len(batches) >= 20:
-                                break
-                    except KeyboardInterrupt:
-                        interrupts += 1
-                assert pids(collector) == first, "workers were killed"
-                frames = sum(batch.numel() for batch in batches)
-                assert collector.stats()["frames"] == frames
-                assert check_transitions(batches) == frames
-
-        collect(MultiSyncCollector)
-        collect(MultiAsyncCollector)
-        collector = MultiSyncCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=2000)
-        say(*pids(collector))
-        collector.next()
-    """
-    parent = start(body, start_new_session=True)
-    with parent:
-        for pause in [*np.linspace(0.013, 0.047, 8)] * 2:
-            assert parent.stdout.readline() == "go\n", parent.stderr.read()
-            time.sleep(pause)
-            os.killpg(parent.pid, signal.SIGINT)  # as the terminal does: to all of them
-        # And one that nobody catches ends it all.
-        pids = list(map(int, parent.stdout.readline().split()))
-        time.sleep(0.1)
-        os.killpg(parent.pid, signal.SIGINT)
-        _, err = parent.communicate(timeout=40)
-    assert parent.returncode == -signal.SIGINT, err
-    assert err.rstrip().endswith("KeyboardInterrupt")
-    assert err.count("Traceback") == 1
-    assert len(pids) == 2
-    assert kit.gone(pids)
 
 
 def test_one_process_beside_fails_the_same_way():

@@ -20,7 +20,7 @@ from swath.collectors.distributed import DistributedCollector
 from swath.errors import WorkerError
 from swath.testing import CountingEnv, check_transitions
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 NCCL = pytest.param(
     "nccl",

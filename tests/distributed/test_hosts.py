@@ -14,7 +14,7 @@ from swath.collectors.distributed import DistributedCollector
 from swath.errors import UsageError
 from swath.testing import CountingEnv
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 TRAINER = """
 import sys, time

@@ -1,4 +1,4 @@
-"""Blocks over RPC: the promises of the process collectors, and what RPC cannot do."""
+"""What only RPC has, and what it cannot do; its promises are in `tests/backends`."""
 
 from __future__ import annotations
 
@@ -6,53 +6,19 @@ import os
 import signal
 from pathlib import Path
 
-import cluster_kit
 import multi_kit as kit
 import pytest
-import test_multi
-import test_multi_failures
 import torch.distributed.rpc as rpc
 
 from swath.collectors.distributed import RPCCollector
 from swath.errors import UsageError, WorkerError
 from swath.testing import CountingEnv
 
-# The rest is about what happens above links, and is tested over gloo.
-TESTS = [
-    "test_every_transition_is_real_and_comes_once_in_order",
-    "test_the_same_seed_gives_the_same_data_with_any_number_of_workers",
-    "test_total_frames_is_met_exactly",
-    "test_preempted_counts_are_exact",
-    "test_collecting_ahead_lags_by_exactly_one_version",
-    "test_a_worker_collects_while_the_learner_is_busy_and_then_waits",
-    "test_kept_batches_never_change_and_dropped_ones_are_used_again",
-    "test_the_version_is_right_for_every_frame",
-    "test_waiting_for_weights",
-    "test_only_these_workers_get_weights",
-    "test_a_learner_thread_may_publish_all_the_time",
-    "test_a_worker_that_is_killed_while_idle",
-    "test_publishing_to_a_dead_worker_raises_if_it_is_waited_for",
-    "test_a_worker_that_is_killed_while_weights_are_published",
-    "test_shutdown_ends_workers_that_block",
-    "test_shutdown_twice_and_everything_after_it",
-    "test_shutdown_from_another_thread_in_the_middle_of_a_batch",
-    "test_a_collector_that_is_dropped_takes_its_workers_along",
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("torch_keeps_its_last_agent"),
 ]
-both = {**vars(test_multi), **vars(test_multi_failures)}
-globals().update({name: both[name] for name in TESTS})
-
-
-@pytest.fixture(autouse=True)
-def over_rpc(monkeypatch):
-    cluster_kit.put_in_place(monkeypatch, [test_multi, test_multi_failures], backend="rpc")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def torch_keeps_its_last_agent():
-    """Torch frees most of what an agent had when the next one starts; it counts as no leak."""
-    for _ in range(2):
-        with RPCCollector([CountingEnv] * 4, frames_per_batch=8, total_frames=8) as collector:
-            assert len(list(collector)) == 1
 
 
 def test_one_at_a_time_and_one_after_the_other():

@@ -24,7 +24,11 @@ from swath.links.gate import Gate
 from swath.testing import CountingEnv, SlowEnv, check_transitions
 from swath.workers.remote import Invitation
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("local_jobs")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("local_jobs"),
+]
 
 
 def make(makers, policy=None, *, cluster="slurm", folder, conf=(), **options):

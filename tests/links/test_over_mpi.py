@@ -22,7 +22,7 @@ import pytest
 import test_contract
 from world_kit import mpirun, needs, run
 
-pytestmark = pytest.mark.timeout(480)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 HERE = Path(__file__).parent
 DEATHS = 7
 FLAGS = ["--with-ft", "ulfm", "--runtime-options", "error-nonzero-status=0"]

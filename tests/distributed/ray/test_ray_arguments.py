@@ -10,6 +10,8 @@ from swath.collectors.distributed import ray as module
 from swath.errors import UsageError
 from swath.testing import CountingEnv
 
+pytestmark = pytest.mark.cluster  # actors' options are checked by Ray itself
+
 
 class Entered(Exception):
     """Raised where a cluster would be entered: the arguments are right."""

@@ -16,7 +16,7 @@ from swath.collectors.distributed import ray as module
 from swath.errors import UsageError, WorkerError
 from swath.testing import CountingEnv, SlowEnv, check_transitions
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 
 
 def stamps(batches):
@@ -56,7 +56,6 @@ def test_async_actors_are_added_and_removed_while_others_deliver():
     assert len(collector.stats()["lost"]["trajectories"]) == 2  # those of the removed, unfinished
 
 
-@pytest.mark.usefixtures("anywhere")
 def test_sync_batches_grow_and_shrink():
     with RayCollector([CountingEnv] * 2, frames_per_batch=20, sync=True) as collector:
         batches = [collector.next()]
@@ -75,10 +74,9 @@ def test_sync_batches_grow_and_shrink():
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
-def test_added_actors_begin_with_current_weights(sync):
+def test_added_actors_begin_with_current_weights():
     policy = kit.Telling()
-    with RayCollector([kit.wide], policy, frames_per_batch=10, sync=sync) as collector:
+    with RayCollector([kit.wide], policy, frames_per_batch=10) as collector:
         collector.next()
         collector.update_policy_weights_(policy.become(1), wait=True)
         collector.add_collectors(1)
@@ -110,16 +108,18 @@ class Large(gym.ObservationWrapper):
 
 def test_what_removed_actors_had_is_given_back():
     with RayCollector([Large], frames_per_batch=10, remote_configs={"num_cpus": 0.1}) as collector:
-        sizes = []
+        # A batch is views on its slab.
+        slab = collector.next()["observation"].untyped_storage().nbytes()
         for _ in range(2):
             collector.add_collectors(1)
             while collector.stats()["workers"][-1]["frames"] < 30:
                 collector.next()
             collector.remove_collectors(1)
-            collector.next()
+            for _ in range(4):  # what the removed one had made is kept until it is delivered
+                collector.next()
             gc.collect()
-            sizes.append(mapped())
-        assert sizes[-1] <= sizes[0] + 10 * 2 * 400_000, sizes
+            # The one that stays has two rollouts under way, and one that was delivered.
+            assert 0 < mapped() <= 3 * slab
 
 
 def test_who_asks_everyone_is_told_of_one_without_a_place_and_the_run_goes_on(cluster):

@@ -7,6 +7,8 @@ import pytest
 from swath.errors import UsageError
 from swath.links.cluster import enter, leave, needed, session
 
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("no_cluster")]
+
 
 @pytest.mark.parametrize(
     ("address", "config", "words"),

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from swath.collectors.distributed import RayCollector
-from swath.errors import ClosedError, EnvError, WorkerError
+from swath.errors import EnvError, WorkerError
 from swath.links.cluster import no_place
 from swath.links.door import Door
-from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
+from swath.testing import CountingEnv, CrashingEnv, check_transitions
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 KINDS = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 
 
@@ -36,32 +36,6 @@ def owners(batches):
         ids = batch["collector", "traj_ids"].flatten().tolist()
         for traj, (stamp, episode, _) in zip(ids, kit.rows(batch).tolist(), strict=True):
             assert found.setdefault(traj, (stamp, episode)) == (stamp, episode)
-
-
-@pytest.mark.usefixtures("anywhere")
-@KINDS
-def test_a_killed_actor_is_replaced_with_current_weights_and_fresh_streams(sync, tmp_path):
-    once, policy, batches = str(tmp_path / "once"), kit.Telling(), []
-    broken = {"action_space": kit.wide().action_space}
-    makers = [
-        lambda: kit.slow_wide(0.002),
-        lambda: kit.Broken("step", 45, kit.kill(signal.SIGKILL), once, **broken),
-    ]
-    with make(sync, makers, policy, total_frames=1200, seed=1) as collector:
-        first = kit.pids_of(collector)
-        for number, batch in enumerate(collector):
-            batches.append(batch)
-            assert kit.told_right(batch)
-            collector.update_policy_weights_(policy.become(number + 1))
-        stats, second = collector.stats(), kit.pids_of(collector)
-    assert check_transitions(batches) == 1200  # nothing twice, nothing mixed
-    owners(batches)
-    assert stats["restarts"] == stats["workers"][1]["restarts"] == 1
-    assert stats["lost"]["rollouts"] == 1
-    assert len(stats["lost"]["trajectories"]) <= 1
-    assert first[0] == second[0]
-    assert first[1] != second[1]
-    assert len({row[0] for batch in batches for row in kit.rows(batch)}) == 3
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -211,7 +185,6 @@ def test_resources_that_nobody_has_are_an_error_in_time():
         make(True, [CountingEnv], **options)
 
 
-@pytest.mark.usefixtures("anywhere")
 def test_an_env_that_raises_is_told_with_actor_host_env_and_step():
     makers = [CountingEnv, [CountingEnv, lambda: CrashingEnv(at_step=25)]]
     with make(False, makers, on_worker_failure="raise", seed=3) as collector:
@@ -227,20 +200,6 @@ def test_an_env_that_raises_is_told_with_actor_host_env_and_step():
         check_transitions([*seen, collector.partial()])
 
 
-def test_an_env_that_cannot_be_made_and_a_policy_that_cannot_travel():
-    def maker():
-        raise KeyError("no such game")
-
-    with pytest.raises(Exception, match="no such game"):
-        make(True, [CountingEnv, maker])
-    with pytest.raises(ValueError, match="cannot be sent to a worker"):
-        make(True, [CountingEnv], lambda o: threading.Lock() and lock, frames_per_batch=10)
-
-
-lock = threading.Lock()
-
-
-@pytest.mark.usefixtures("anywhere")
 def test_too_many_deaths_end_the_run_with_words():
     def maker():
         return kit.Broken("step", 25, kit.kill(signal.SIGKILL))
@@ -266,20 +225,6 @@ def test_a_full_object_store_slows_but_loses_nothing(cluster):
         assert all((batch["much"] == 1).all() for batch in batches)
     check_transitions([batch.exclude("much") for batch in batches])
     assert all(int(cluster.get(one)[-1]) == 1 for one in held)
-
-
-@pytest.mark.usefixtures("anywhere")
-@KINDS
-def test_shutdown_ends_actors_in_the_middle_of_a_batch_from_another_thread(sync):
-    collector = make(sync, [lambda: SlowEnv(0.02)] * 2, frames_per_batch=4000)
-    pids = kit.pids_of(collector)
-    ender = threading.Timer(0.3, collector.shutdown)
-    ender.start()
-    with pytest.raises(ClosedError, match="shut down"):
-        collector.next()
-    ender.join()
-    assert kit.gone(pids)
-    collector.shutdown()
 
 
 def test_envs_are_closed_and_an_exception_leaves_no_actor(tmp_path):

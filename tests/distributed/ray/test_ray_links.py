@@ -21,7 +21,7 @@ from swath.memory import HeapMemory
 from swath.workers.host import Host
 from swath.workers.messages import Failed
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 
 class Held:

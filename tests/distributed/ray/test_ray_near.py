@@ -28,7 +28,7 @@ class Nowhere(Door):
         self.name = None
 
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 KINDS = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 
 

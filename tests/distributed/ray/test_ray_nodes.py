@@ -10,7 +10,11 @@ from swath.collectors.distributed import RayCollector
 from swath.data import RayReplayBuffer
 from swath.testing import CountingEnv, check_transitions
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("no_cluster"),
+]
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def nodes():
     end(cluster.shutdown)
 
 
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("far")
 def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
     nodes.add()
     second = nodes.add()

@@ -25,7 +25,7 @@ from swath.envs import SerialEnv
 from swath.errors import ClosedError, EnvError, UsageError, WorkerError
 from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 
 
 def test_a_batch_of_views_goes_as_one_block_and_comes_back_the_same():

@@ -14,7 +14,7 @@ import pytest
 from multi_kit import Child
 from ray_kit import command
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import os, sys, time

@@ -31,7 +31,7 @@ def needs(world: str, request: pytest.FixtureRequest) -> None:
 
 def run(world: list[str], script: Path, *arguments: str, seconds: float = 220):
     """Run a script with all its ranks; return the exit code and what was written."""
-    paths = [str(ROOT / "src"), str(ROOT / "tests/collectors"), str(script.parent)]
+    paths = [str(ROOT / "src"), str(ROOT / "tests/kits"), str(script.parent)]
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -154,3 +155,7 @@ def gone(pids, within: float = 20.0) -> bool:
 
 def pids_of(collector) -> list[int]:
     return [worker["pid"] for worker in collector.stats()["workers"]]
+
+
+def warn(words: str) -> None:
+    warnings.warn(words, stacklevel=2)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
+import sys
 import warnings
 from pathlib import Path
+from typing import Any
+
+from swath.links.door import Door
+
+INSTALLED = importlib.util.find_spec("ray") is not None
+# Ray would start a process for each CPU at once, each of which imports all of Ray.
+os.environ.update(RAY_enable_worker_prestart="0", RAY_prestart_worker_first_driver="0")
 
 LEAN = {
     "address": "local",
@@ -15,6 +24,35 @@ LEAN = {
     "logging_level": "error",
     "log_to_driver": False,
 }
+
+
+# On a busy machine Ray learns late how an actor ended; by default it waits a second for that.
+_PATIENT = {"timeout_ms_task_wait_for_death_info": 30_000}
+
+
+def cluster() -> Any:
+    """Return Ray, with one lean cluster of this process; no test waits for one of its CPUs."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=8, resources={"rare": 1}, _system_config=_PATIENT, **LEAN)
+    return ray
+
+
+def leave() -> None:
+    """End the cluster of this process, if it has one."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        end(ray.shutdown)
+
+
+def lead_nowhere(monkeypatch: Any) -> None:
+    """Make doors that lead nowhere, as on systems that have none."""
+
+    def nowhere(door: Any) -> None:
+        door.name = door._socket = None
+
+    monkeypatch.setattr(Door, "__init__", nowhere)
 
 
 def end(shutdown) -> None:
