@@ -48,8 +48,6 @@ def backend(request: pytest.FixtureRequest) -> backend_kit.Backend:
         request.getfixturevalue("cluster")
     if request.param == "ray-far":
         request.getfixturevalue("far")
-    if request.param == "rpc":
-        request.getfixturevalue("torch_keeps_its_last_agent")
     return backend_kit.Backend(request.param)
 
 
@@ -92,15 +90,22 @@ def anywhere(request: pytest.FixtureRequest) -> None:
 # -- what is left ---------------------------------------------------------------------------------
 
 
+def _backend_of(item: pytest.Item) -> str:
+    """Return the backend of a test; nothing if it has none, or none that was asked for."""
+    backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+    return backend if isinstance(backend, str) else ""
+
+
 def _uses_ray(item: pytest.Item) -> bool:
-    backend = item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""
     named = "cluster" in getattr(item, "fixturenames", ())
-    return named or "ray" in item.path.parts or backend.startswith("ray")
+    return named or "ray" in item.path.parts or _backend_of(item).startswith("ray")
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail on left-over processes, threads, shared memory and descriptors."""
+    if _backend_of(request.node) == "rpc":  # before anything is counted
+        request.getfixturevalue("torch_keeps_its_last_agent")
     before = leak_kit.OfOurs() if _uses_ray(request.node) else leak_kit.Everything()
     yield
     if request.node.get_closest_marker("slow") or request.node.get_closest_marker("gpu"):

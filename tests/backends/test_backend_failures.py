@@ -48,7 +48,9 @@ def test_an_env_that_raises_is_told_with_all_that_is_known(backend):
         return CrashingEnv(at_step=1000, exception=KeyError("mass"))
 
     seen = []
-    with make(backend, "sync", [[CountingEnv] * 2, [CountingEnv, bad]]) as collector:
+    makers = [[CountingEnv] * 2, [CountingEnv, bad]]
+    # Actors of Ray are started again by default, with other seeds.
+    with make(backend, "sync", makers, on_worker_failure="raise") as collector:
         with pytest.raises(EnvError, match=r"KeyError: 'mass'") as caught:
             collect(collector, seen)
         error = caught.value
