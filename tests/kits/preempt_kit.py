@@ -114,7 +114,7 @@ def let_processes_act(group: ParallelGroup) -> None:
         bell.ring()
     until = time.monotonic() + PATIENCE
     for bell, link in zip(group.bells, group.links, strict=True):
-        while _rings(bell) or not _sleeps(link.pid):
+        while _rings(bell) or not sleeps(link.pid):
             assert time.monotonic() < until, "a process of the ParallelEnv does not go to sleep"
             time.sleep(0.0002)
 
@@ -125,7 +125,8 @@ def _rings(bell: Any) -> bool:
     return bool(poller.poll(0))
 
 
-def _sleeps(pid: int) -> bool:
+def sleeps(pid: int) -> bool:
+    """Tell whether a process waits for something."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rsplit(")", 1)[1].split()[0] == "S"
 
