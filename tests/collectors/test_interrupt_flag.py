@@ -1,4 +1,4 @@
-"""The flag by which a worker is told to end its rollout: your process halted at each store of it."""
+"""The flag that tells a worker to end its rollout: your process halted at each store of it."""
 
 from __future__ import annotations
 

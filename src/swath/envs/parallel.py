@@ -141,7 +141,7 @@ class ParallelGroup(Group):
         self.turn = self.settled = 0
         """The last turn, and the last one that all have done: less if a wait was broken off."""
         self.fit = True
-        """Envs can be stepped: not if a step was broken off, which some have made and others not."""
+        """Whether to step: not if a step was broken off, which some have made and others not."""
         self.shield = Shield()
         self.dead: str | None = None
         self.links: list[ProcessLink] = []
@@ -174,7 +174,10 @@ class ParallelGroup(Group):
                 )
             done = self.done[number >= self.spinning]
             descriptors = [*self.bells[number].descriptors, *done.descriptors]
-            self.links[number].send(None, [self._board, self._ended], descriptors)
+            try:
+                self.links[number].send(None, [self._board, self._ended], descriptors)
+            except EOFError:
+                self.lose(number)
         super().__init__(len(makers), hosted[0].observation_space, hosted[0].action_space)
         self.info_fields = hosted[0].info_fields
         self.skips_rows = any(host.skips_rows for host in hosted)

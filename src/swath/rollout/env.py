@@ -113,7 +113,7 @@ class EnvGroup(Protocol):
 class CallFailed(Exception):
     """A call into one env failed; the loop adds where and when.
 
-    Raised by `bind`, `freeze` and what is bound; whoever calls these makes an `EnvError` of it (`called`),
+    Raised by `bind`, `freeze` and what is bound; whoever calls these makes an `EnvError` of it,
     since users know no `CallFailed`. Other methods of a group raise an `EnvError` themselves.
 
     `completed` are the envs that had made the same step before, so that their frame is not lost.
