@@ -70,6 +70,21 @@ def test_an_env_that_raises_is_told_with_all_that_is_known(backend):
         check_transitions([collector.next() for _ in range(3)])
 
 
+@pytest.mark.over("processes", "gloo", "rpc", "mpi", "ray", "ray-far")
+def test_an_exception_of_any_size_arrives(backend):
+    def bad():
+        return CrashingEnv(at_step=30, exception=ValueError("wrong", np.zeros(5_000_000, np.uint8)))
+
+    with make(backend, "sync", [CountingEnv, bad], on_worker_failure="raise") as collector:
+        with pytest.raises(EnvError, match="wrong") as caught:
+            collect(collector, seen := [])
+        assert caught.value.__cause__.args[1].nbytes == 5_000_000
+        assert check_transitions(seen) == 60
+        state = collector.state_dict()  # and the other way, after it
+        collector.load_state_dict(state)
+        check_transitions([collector.next()])
+
+
 @pytest.mark.over("processes", "gloo", "rpc", "mpi", "ray")
 def test_an_exception_that_cannot_travel_is_told_all_the_same(backend):
     class Odd(Exception):

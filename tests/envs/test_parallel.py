@@ -328,8 +328,7 @@ def test_a_process_killed_while_idle_is_seen(number):
             collector.next()
 
 
-def test_closing_does_not_wait_for_an_env_that_blocks(monkeypatch):
-    monkeypatch.setattr(parallel, "_GRACE", 0.3)
+def test_closing_does_not_wait_for_an_env_that_blocks():
     env = ParallelEnv(2, [CountingEnv, Sleeping], num_workers=2)
     collector = Collector(env, frames_per_batch=100)
     main = threading.main_thread().ident
@@ -337,18 +336,25 @@ def test_closing_does_not_wait_for_an_env_that_blocks(monkeypatch):
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         ctrl_c.start()
         collector.next()
-    collector.shutdown()
+    collector.shutdown(0.3)
 
 
-def test_closing_lets_the_envs_close_themselves(tmp_path, monkeypatch):
+@pytest.mark.parametrize("in_collector", [True, False])
+def test_closing_lets_the_envs_close_themselves(tmp_path, monkeypatch, in_collector):
     monkeypatch.setattr(parallel, "_GRACE", 600.0)  # more than a test may take
 
     class Closing(CountingEnv):
         def close(self):
             (tmp_path / f"{id(self)}-{os.getpid()}").touch()
 
-    with Collector(ParallelEnv(4, Closing, num_workers=2), frames_per_batch=40) as collector:
+    env = ParallelEnv(4, Closing, num_workers=2)
+    if in_collector:
+        collector = Collector(env, frames_per_batch=40)
         collector.next()
+        collector.shutdown(600.0)
+    else:
+        env.rollout(3)
+        env.close()
     assert len(list(tmp_path.iterdir())) == 4
 
 

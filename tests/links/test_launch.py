@@ -11,9 +11,12 @@ from pathlib import Path
 import link_kit as kit
 import pytest
 
+from swath.errors import WorkerError
 from swath.links import ProcessLink, ProcessPort, launch, pack
 from swath.links.launch import server_pid, stop_server
 from swath.memory import SharedMemory
+
+module = sys.modules["swath.links.launch"]  # the package has a function of that name
 
 
 @pytest.fixture
@@ -153,6 +156,37 @@ def test_when_the_fork_server_is_killed_its_workers_end_and_the_next_launch_work
     assert other.channel.receive()[0] == ("up", other.pid, b"again")
     assert server_pid() != server
     other.close(0.0)
+
+
+def test_a_server_that_is_killed_again_and_again_is_told_in_words(monkeypatch):
+    stop_server()
+    plain = module._Server.fork
+
+    def killed(self, *request):
+        os.kill(self.pid, signal.SIGKILL)
+        return plain(self, *request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Server, "fork", killed)
+        with pytest.raises(WorkerError, match=r"fork server, .* ended 3 times in a row"):
+            launch(kit.answer, b"")
+    launch(kit.end, b"return").close()
+
+
+def test_after_ctrl_c_in_a_launch_workers_go_by_their_own_process_ids(worker, monkeypatch):
+    plain = module.socket.send_fds
+
+    def interrupted(*request):
+        plain(*request)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.socket, "send_fds", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launch(kit.answer, b"")
+    another = launch(kit.answer, b"")
+    assert another.channel.receive()[0][1] == another.pid
+    another.close(0.0)
 
 
 def test_the_server_can_be_stopped_and_comes_back(worker):

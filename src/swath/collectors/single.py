@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import torch
@@ -129,10 +130,11 @@ class Collector(BaseCollector):
         return self._runner.lend(filled)
 
     def _shutdown(self, timeout: float) -> None:
+        until = monotonic() + timeout
         if self._background is not None:
             self._background.stop(timeout)  # the envs may be closed once it does not step them
         with self._shield.lifted():
-            self.group.close()
+            self.group.close(max(0.0, until - monotonic()))
 
     def reset(self) -> None:
         """Start new episodes with the next batch; open ones are cut where they stand."""

@@ -46,7 +46,7 @@ class Env:
             group.observation_space, group.action_space, group.num_envs, batched=group.batched
         )
         self._sampler = ActionSampler(self._interface.actions, range(group.num_envs))
-        self._state: tuple[Slab, BoundEnvs] | None = None
+        self._state: tuple[Slab, BoundEnvs, int] | None = None
         self._closed = False
 
     # -- one step at a time ---------------------------------------------------------------------
@@ -163,15 +163,15 @@ class Env:
         """Return a slab of one step, and the envs that write into it."""
         if self._closed:
             raise ClosedError("this env is closed; make a new one.")
-        if self._state is None:
+        if self._state is None or self._state[2] != self.group.restores:
             policy = as_policy(None, self._interface, self._sampler)
             info, masked = self.group.info_fields, self.group.skips_rows
             fields = columns.env_fields(self._interface, info, policy, masked=masked, compact=False)
             layout = Layout(fields, 1, self.num_envs)
             slab = slab_for(self.group, layout)
             columns.clear(slab)
-            self._state = slab, self.group.bind(slab)
-        return self._state
+            self._state = slab, called(self.group.bind, slab), self.group.restores
+        return self._state[:2]
 
     def __repr__(self) -> str:
         return (

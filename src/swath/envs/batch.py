@@ -197,7 +197,7 @@ class NativeGroup(BatchGroup):
     def _step(self, actions: Sequence[torch.Tensor]) -> tuple[Any, Any, Any, Any]:
         return self.env.step(self.build_action(actions))
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         close = getattr(self.env, "close", None)
         if close is not None and not getattr(self.env, "is_closed", False):
             close()

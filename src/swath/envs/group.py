@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
 from typing import Any
 
 import cloudpickle
@@ -35,6 +36,8 @@ class Group:
     time_limits: Sequence[int | None] | None = None
     kept: tuple[str, ...] = ()
     """The attributes that hold the state of the envs."""
+
+    restores = 0
 
     def __init__(self, num_envs: int, observation_space: Any, action_space: Any) -> None:
         self.num_envs = num_envs
@@ -75,11 +78,12 @@ class Group:
     def restore(self, snapshot: Any) -> None:
         """Close these envs and go on with those of a snapshot."""
         state = pickle.loads(snapshot)
+        self.restores += 1
         self.close()
         for name, value in zip(self.kept, state, strict=True):
             setattr(self, name, value)
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Close the envs."""
         raise NotImplementedError
 
@@ -148,11 +152,19 @@ def as_declared(
     )
 
 
-def close_all(things: Iterable[Any]) -> None:
-    """Close all, though closing one may fail."""
+def close_all(things: Iterable[Any], timeout: float | None = None) -> None:
+    """Close all, though closing one may fail; groups with a timeout share its seconds."""
+    until = None if timeout is None else monotonic() + timeout
+
+    def close(thing: Any) -> None:
+        if until is None:
+            thing.close()
+        else:
+            thing.close(max(0.0, until - monotonic()))
+
     with contextlib.ExitStack() as stack:
         for thing in things:
-            stack.callback(thing.close)
+            stack.callback(close, thing)
 
 
 def called(call: Callable[..., Any], *args: Any) -> Any:

@@ -66,7 +66,7 @@ class GymGroup(Group):
     def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> _BoundGym:
         return _BoundGym(self, slab, [_bare(env)[0] if bare else env for env in self.envs])
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         close_all(self.envs)
 
     def first(self, i: int) -> Any:

@@ -1,6 +1,19 @@
 """What a process of a `ParallelEnv` does: host a group of envs and step it when the bell rings.
 
-The words of the shared board say what to do: the step and the slab, or that a message waits.
+```
+ board:  | order | step, slab, mode | mark of each process |     beside it: who has ended
+ order:  TURN * turn, a step, or TURN * turn | ASK: a message is in the channel, or will be
+```
+
+*The order alone decides*: whether there is anything to do, and whether that is a step. A bell says
+only that it is worth a look, and may ring late, or for nothing. Of the other words a process reads
+none before it has seen the order of a step that it has not made, and your process stores the order
+after them. It changes none of them before all processes have done with that order: they have marked
+its turn, or have answered what was asked after it. So whoever is halted between any two stores or
+reads, for however long, no step is made twice, none with the words of another, and none is missed.
+
+A process marks a turn when all that it wrote in it is there. A failure follows through the channel,
+behind the mark: your process reads that then, however long it is.
 """
 
 from __future__ import annotations
@@ -34,12 +47,13 @@ __all__ = [
     "Call",
     "Detach",
     "Hosted",
+    "Idle",
     "Trouble",
     "main",
 ]
 
-ASK = -1
-"""In the place of a step: messages wait in the channel."""
+ASK = 1
+"""In an order: it is no step, but a message in the channel."""
 BARE, EAGER = 1, 2
 """Parts of a mode; see `EnvGroup.bind`."""
 ENDED, FAILED, TURN = 1, 2, 4
@@ -77,6 +91,11 @@ class Detach:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Nothing; who answers has done all that came before."""
+
+
+@dataclass(frozen=True)
 class Call:
     """Call a method of the group, or of the group bound to a slab; answered by what it returns."""
 
@@ -88,9 +107,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A call failed."""
+    """A call failed; the error is that of the env, if it raised one."""
 
-    error: bytes
+    error: bytes | None
     index: int | None = None
     call: str = ""
     message: str | None = None
@@ -144,40 +163,45 @@ class _Host:
 
     def run(self, spins: int) -> None:
         """Do what the board says when it changes or the bell rings, until that is gone."""
-        stepped, order = 0, self._order
+        done, orders = 0, self._order
         while True:
             for _ in range(spins):
-                if order[0] != stepped:
+                if orders[0] != done:
                     break
                 os.sched_yield()  # if anybody else wants this core, it is theirs
             # A step that is seen needs no bell. To wait for its ring could put this core to sleep,
             # so that is taken later: whoever has nothing to do then looks once more, and sleeps.
-            if (order[0] == stepped or order[1] == ASK) and not self._bell.take():
-                return
+            order = orders[0]
+            if order == done or order & ASK:
+                if not self._bell.take():
+                    return
+                order = orders[0]
             fence()
-            turn, t, slab, mode = order.tolist()
-            if t == ASK:
+            if order & ASK:
                 if not self._answer_all():
                     return
-            elif turn != stepped:  # a ring may be left over
-                stepped = turn
-                mark = TURN * turn + self._step(turn, t, slab, mode)
-                fence()
-                self._mark[0] = mark
-                self._done.ring()
+            elif order != done:  # a ring may be left over
+                self._step(order)
+                done = order
 
-    def _step(self, turn: int, t: int, slab: int, mode: int) -> int:
-        """Step the envs and return what to mark."""
+    def _step(self, order: int) -> None:
+        """Step the envs, mark that, and tell of a failure."""
+        _, t, slab, mode = self._order.tolist()
+        flags, trouble = 0, None
         try:
             ended = self._steps[slab, mode](t)
         except BaseException as error:
-            self._port.send((turn, _trouble(error, "step()")))
-            return FAILED
-        if not len(ended):
-            return 0
-        self._ended.fill(0)
-        self._ended[ended] = 1
-        return ENDED
+            flags, trouble = FAILED, _trouble(error, "step()")
+        else:
+            if len(ended):
+                flags = ENDED
+                self._ended.fill(0)
+                self._ended[ended] = 1
+        fence()
+        self._mark[0] = order | flags
+        self._done.ring()
+        if trouble is not None:
+            self._port.send((order // TURN, trouble))
 
     def _answer_all(self) -> bool:
         """Answer the messages that wait; False if one says that this is the end."""
@@ -202,7 +226,12 @@ class _Host:
             for kept in (self._bound, self._steps):
                 for key in [key for key in kept if key[0] == message.slab]:
                     del kept[key]
+        elif isinstance(message, Idle):
+            return None
         elif message.slab is None:
+            if message.name == "restore":  # what is bound is bound to the envs of before
+                self._bound.clear()
+                self._steps.clear()
             return getattr(self._group, message.name)(*message.args)
         else:
             bound = self._binding(message.slab, message.mode)
@@ -255,6 +284,6 @@ class _Host:
 
 def _trouble(error: BaseException, call: str = "") -> Trouble:
     if isinstance(error, CallFailed):
-        parcel = pack_error(error.__cause__ or error)
+        parcel = None if error.__cause__ is None else pack_error(error.__cause__)
         return Trouble(parcel, error.index, error.call, error.message, error.completed)
     return Trouble(pack_error(error), call=call)

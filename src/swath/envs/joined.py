@@ -100,11 +100,12 @@ class JoinedGroup(Group):
         return None if any(one is None for one in snapshots) else snapshots
 
     def restore(self, snapshot: list[Any]) -> None:
+        self.restores += 1
         for (group, _, _), one in zip(self.parts, snapshot, strict=True):
             group.restore(one)
 
-    def close(self) -> None:
-        close_all(group for group, _, _ in self.parts)
+    def close(self, timeout: float | None = None) -> None:
+        close_all((group for group, _, _ in self.parts), timeout)
 
 
 class _BoundJoined:

@@ -15,6 +15,9 @@ Your process owns the slab, the board and the bells; a process owns its envs and
 columns of the slab: observations, rewards, flags and, unless an env that has ended is to stay so,
 the first observation of the next episode. Shutdown: an empty message, wait, kill after some
 seconds.
+
+No order is given before all processes have done those before it (`hosted.py` says why). Ctrl-C can
+break off the wait for one: then the next thing that is wanted of the envs waits for them first.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import numpy as np
 
 import swath
 from swath.envs.base import Env
-from swath.envs.group import Group
+from swath.envs.group import Group, called
 from swath.envs.hosted import (
     ASK,
     BARE,
@@ -47,6 +50,7 @@ from swath.envs.hosted import (
     Call,
     Detach,
     Hosted,
+    Idle,
     Trouble,
     main,
 )
@@ -58,10 +62,12 @@ from swath.links.launch import ending, in_worker
 from swath.links.parcels import unpack_error
 from swath.memory import SharedMemory, Slab, fence
 from swath.rollout import CallFailed
+from swath.shield import Shield
 
 __all__ = ["ParallelEnv"]
 
 _GRACE = 5.0
+"""Seconds that processes have to end by themselves, if nothing else was said."""
 _OPEN_DESCRIPTORS = 64
 _SPINS, _LOOKS = 1000, 500
 """Looks at the board before a process, or this one, goes to sleep: some 300 us.
@@ -122,7 +128,7 @@ class ParallelGroup(Group):
         self._board, self._ended = SharedMemory(8 * (4 + workers)), SharedMemory(len(makers))
         words = self._board.array.view(np.int64).data
         self.order = words[:4]
-        """The turn, the step, the slab and the mode."""
+        """The order, and of a step: which, in which slab, in which mode."""
         self.marks = words[4:]
         """Of each process: the last turn that it has done, with `ENDED` and `FAILED`."""
         self.ended = self._ended.array.data
@@ -132,7 +138,11 @@ class ParallelGroup(Group):
         self.spinning = min(workers, cores - 1)
         self.bells, self.done = [Bell() for _ in range(workers)], (Bell(), Bell())
         """Of each process, and rung when it is done: by those that spin, by those that sleep."""
-        self.turn = 0
+        self.turn = self.settled = 0
+        """The last turn, and the last one that all have done: less if a wait was broken off."""
+        self.fit = True
+        """Whether to step: not if a step was broken off, which some have made and others not."""
+        self.shield = Shield()
         self.dead: str | None = None
         self.links: list[ProcessLink] = []
         self._unused: deque[int] = deque()
@@ -141,12 +151,13 @@ class ParallelGroup(Group):
         self._known: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
         self._described: deque[weakref.ref[SharedMemory]] = deque()
         bells = [*self.bells, *self.done]
-        self._ender = weakref.finalize(self, _end, self.links, bells, self.order, 0.0)
-        try:
-            self._start(makers, info_keys)
-        except BaseException:
-            self._ender()
-            raise
+        self._ender = weakref.finalize(self, _kill, self.links, bells)
+        with self.shield:
+            try:
+                called(self._start, makers, info_keys)
+            except BaseException:
+                self._ender()
+                raise
 
     def _start(self, makers: Sequence[Any], info_keys: InfoNames) -> None:
         quiet = swath.filter_warnings_subprocess
@@ -163,7 +174,10 @@ class ParallelGroup(Group):
                 )
             done = self.done[number >= self.spinning]
             descriptors = [*self.bells[number].descriptors, *done.descriptors]
-            self.links[number].send(None, [self._board, self._ended], descriptors)
+            try:
+                self.links[number].send(None, [self._board, self._ended], descriptors)
+            except EOFError:
+                self.lose(number)
         super().__init__(len(makers), hosted[0].observation_space, hosted[0].action_space)
         self.info_fields = hosted[0].info_fields
         self.skips_rows = any(host.skips_rows for host in hosted)
@@ -186,11 +200,24 @@ class ParallelGroup(Group):
 
     def ask(self, messages: Mapping[int, Any], memory: SharedMemory | None = None) -> list[Any]:
         """Send messages to processes, by number, and return their answers."""
+        with self.shield:
+            self.settle()
+            return self._ask(messages, memory)
+
+    def settle(self) -> None:
+        """Wait until all processes have done an order that was broken off, if one was."""
         self.check_alive()
+        if self.settled != self.turn:
+            self.fit &= bool(self.order[0] & ASK)
+            with self.shield:
+                self._ask(dict.fromkeys(range(len(self.links)), Idle()), None)
+
+    def _ask(self, messages: Mapping[int, Any], memory: SharedMemory | None) -> list[Any]:
+        # Behind the shield: a message goes to all, and is read whole, or not at all. Ctrl-C comes
+        # while an answer is waited for; that answer is skipped later, by its turn.
         self.turn += 1
-        self.order[1] = ASK
+        self.order[0] = TURN * self.turn | ASK
         fence()
-        self.order[0] = self.turn
         for number, message in messages.items():
             try:
                 self.links[number].send((self.turn, message), [memory] if memory else [])
@@ -198,6 +225,15 @@ class ParallelGroup(Group):
                 self.lose(number)
             self.bells[number].ring()
         return self._answers(messages)
+
+    def check_fit(self) -> None:
+        """Refuse a step after one that was broken off."""
+        self.settle()
+        if not self.fit:
+            raise UsageError(
+                "the last step of this ParallelEnv was broken off, so some of its envs may have "
+                "made it and others not; reset() all of them before the next step."
+            )
 
     def _answers(self, numbers: Iterable[int]) -> list[Any]:
         """Return an answer of each of these; the first failure is raised once all have come."""
@@ -207,23 +243,26 @@ class ParallelGroup(Group):
                 answers.append(self.answer(number))
             except Exception as error:
                 failure = failure or error
+        self.settled = self.turn
         if failure is not None:
             raise failure
         return answers
 
     def answer(self, number: int) -> Any:
-        """Wait for the answer of this turn, or for the death of who owes it."""
+        """Wait, behind the shield, for the answer of this turn or the death of who owes it."""
         link, turn, answer = self.links[number], -1, None
-        while turn != self.turn:  # answers of turns that were given up are of no interest
-            ready: list[Any] = list(wait([link, link.sentinel]))  # type: ignore[list-item]
+        while turn != self.turn:  # answers of turns that were broken off are of no interest
+            with self.shield.lifted():
+                ready: list[Any] = list(wait([link, link.sentinel]))  # type: ignore[list-item]
             try:
                 turn, answer = link.receive() if link in ready else self.lose(number)
             except EOFError:
                 self.lose(number)
         if not isinstance(answer, Trouble):
             return answer
-        cause, start = unpack_error(answer.error), self.spans[number][0]
-        if not answer.call:
+        start = self.spans[number][0]
+        cause = None if answer.error is None else unpack_error(answer.error)
+        if cause is not None and not answer.call:
             raise cause
         index = None if answer.index is None else answer.index + start
         failure = CallFailed(index, answer.call, answer.message)
@@ -235,6 +274,7 @@ class ParallelGroup(Group):
         link, (start, stop) = self.links[number], self.spans[number]
         how = ending(link.exit_code(None) or 0)
         self.dead = f"the process {link.pid} with envs {start} to {stop - 1} {how}"
+        self.fit = False
         raise CallFailed(None, "step()", self.dead) from WorkerError(self.dead)
 
     def check_alive(self) -> None:
@@ -245,26 +285,32 @@ class ParallelGroup(Group):
     # -- EnvGroup -------------------------------------------------------------------------------
 
     def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> _BoundParallel:
+        with self.shield:  # what processes know of slabs, and what they are known to know, is one
+            self.settle()
+            number, mode = self._attached(slab), BARE * bare + EAGER * eager
+            if (number, mode) not in self._modes:
+                self.ask(dict.fromkeys(range(len(self.links)), Call("bind", (), number, mode)))
+                self._modes.add((number, mode))
+        return _BoundParallel(self, number, mode)
+
+    def _attached(self, slab: Slab) -> int:
+        """Return the number of a slab that all processes have."""
         everyone = range(len(self.links))
         while self._unused:
-            self.ask(dict.fromkeys(everyone, Detach(self._unused.popleft())))
+            unused = self._unused.popleft()
+            self._modes = {pair for pair in self._modes if pair[0] != unused}
+            self.ask(dict.fromkeys(everyone, Detach(unused)))
         memory = slab.memory
         assert isinstance(memory, SharedMemory)
         known = self._known.setdefault(memory, {})
         if slab.span not in known:
-            number = next(self._numbers)
+            known[slab.span] = number = next(self._numbers)
+            weakref.finalize(memory, self._unused.append, number)
             first = slab.span[0]
             spans = [(first + start, first + stop) for start, stop in self.spans]
-            layout = slab.layout
-            self.ask({n: Attach(number, layout, span) for n, span in enumerate(spans)}, memory)
-            known[slab.span] = number
-            weakref.finalize(memory, self._unused.append, number)
+            self.ask({n: Attach(number, slab.layout, span) for n, span in enumerate(spans)}, memory)
             self._forget_descriptor(memory)
-        number, mode = known[slab.span], BARE * bare + EAGER * eager
-        if (number, mode) not in self._modes:
-            self.ask(dict.fromkeys(everyone, Call("bind", (), number, mode)))
-            self._modes.add((number, mode))
-        return _BoundParallel(self, number, mode)
+        return known[slab.span]
 
     def _forget_descriptor(self, memory: SharedMemory) -> None:
         """Close the descriptors of all but the newest slabs: a user may keep very many."""
@@ -276,7 +322,7 @@ class ParallelGroup(Group):
 
     def seed(self, seeds: Sequence[int]) -> None:
         spans = enumerate(self.spans)
-        self.ask({number: Call("seed", (seeds[i:j],)) for number, (i, j) in spans})
+        called(self.ask, {number: Call("seed", (seeds[i:j],)) for number, (i, j) in spans})
 
     def freeze(self, which: Sequence[int]) -> None:
         self.ask({n: Call("freeze", (some,)) for n, some in self.share(which).items()})
@@ -292,7 +338,8 @@ class ParallelGroup(Group):
         return {number: some for number, some in shares.items() if some}
 
     def snapshot(self) -> list[Any] | None:
-        snapshots = self.ask(dict.fromkeys(range(len(self.links)), Call("snapshot")))
+        messages = dict.fromkeys(range(len(self.links)), Call("snapshot"))
+        snapshots: list[Any] = called(self.ask, messages)
         if any(one is None for one in snapshots):
             warnings.warn(
                 "the envs of a ParallelEnv cannot be pickled, so this state holds no simulator "
@@ -303,24 +350,37 @@ class ParallelGroup(Group):
         return snapshots
 
     def restore(self, snapshot: list[Any]) -> None:
-        self.ask({number: Call("restore", (one,)) for number, one in enumerate(snapshot)})
+        with self.shield:
+            self._modes.clear()  # bound are the envs of before, which are gone
+            self.restores += 1
+            called(
+                self.ask, {number: Call("restore", (one,)) for number, one in enumerate(snapshot)}
+            )
+            self.fit = True
 
-    def close(self) -> None:
-        if self._ender.detach() is not None:
-            self.dead = "this ParallelEnv is closed"
-            _end(self.links, [*self.bells, *self.done], self.order, _GRACE)
+    def close(self, timeout: float | None = None) -> None:
+        with self.shield:
+            if self._ender.detach() is None:
+                return
+            self.dead, self.fit = "this ParallelEnv is closed", False
+            self.order[0] |= ASK
+            try:
+                for link, bell in zip(self.links, self.bells, strict=True):
+                    with contextlib.suppress(EOFError):
+                        link.send_last((0, None))
+                    bell.ring()
+                with self.shield.lifted():
+                    until = monotonic() + (_GRACE if timeout is None else timeout)
+                    for link in self.links:
+                        link.exit_code(max(0.0, until - monotonic()))
+            finally:
+                _kill(self.links, [*self.bells, *self.done])
 
 
-def _end(links: list[ProcessLink], bells: list[Bell], order: memoryview, grace: float) -> None:
-    """End the processes: asked first, killed after some seconds."""
-    order[1] = ASK
-    for link, bell in zip(links, bells, strict=False):
-        with contextlib.suppress(EOFError):
-            link.send((0, None))
-        bell.ring()
-    deadline = monotonic() + grace
+def _kill(links: list[ProcessLink], bells: list[Bell]) -> None:
+    """End the processes that have not ended, and let go of all."""
     for link in links:
-        link.close(max(0.0, deadline - monotonic()))
+        link.close(0.0)
     for bell in bells:
         bell.close()
 
@@ -337,26 +397,30 @@ class _BoundParallel:
         shares = self._group.share(which).items()
         mode = self._mode & BARE
         self._group.ask({n: Call("reset", (t, some), self._slab, mode) for n, some in shares})
+        if which is None:
+            self._group.fit = True
 
     def step(self, t: int) -> Sequence[int]:
         group = self._group
-        group.check_alive()
-        group.turn += 1
-        order = group.order
+        if group.settled != group.turn or not group.fit:
+            group.check_fit()
+        turn = group.turn = group.turn + 1
+        order, number = group.order, TURN * turn
         order[1], order[2], order[3] = t, self._slab, self._mode
         fence()
-        order[0] = group.turn
+        order[0] = number
         for ring in self._rings:
             ring()
-        least = TURN * group.turn
         for part in group.waits:
-            self._await(least, *part)
+            self._await(number, *part)
         fence()
         marks = group.marks.tolist()
-        if max(marks) == least:
+        if max(marks) == number:
+            group.settled = turn
             return ()
         if any(mark & FAILED for mark in marks):
             self._fail(marks)
+        group.settled = turn
         return self._ended(marks)
 
     def _await(
@@ -392,14 +456,16 @@ class _BoundParallel:
         group = self._group
         failures: list[CallFailed] = []
         completed: list[int] = []
-        for number, (start, stop) in enumerate(group.spans):
-            if not marks[number] & FAILED:
-                completed.extend(range(start, stop))
-                continue
-            try:
-                group.answer(number)
-            except CallFailed as failure:
-                completed.extend(failure.completed)
-                failures.append(failure)
+        with group.shield:
+            for number, (start, stop) in enumerate(group.spans):
+                if not marks[number] & FAILED:
+                    completed.extend(range(start, stop))
+                    continue
+                try:
+                    group.answer(number)
+                except CallFailed as failure:
+                    completed.extend(failure.completed)
+                    failures.append(failure)
+            group.settled = group.turn
         failures[0].completed = completed
         raise failures[0]

@@ -93,7 +93,7 @@ class VectorGroup(BatchGroup):
                 raise
         return self.env.reset(seed=seeds[0])  # all that gymnasium asks a vector env to take
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """See `EnvGroup`; an `AsyncVectorEnv` that lost a worker is ended by force."""
         inner = self.env.unwrapped
         try:

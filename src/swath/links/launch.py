@@ -19,14 +19,17 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from swath.errors import WorkerError
 from swath.links import forkserver
 from swath.links.channel import Channel, close_all
 from swath.links.forkserver import PLAIN, STATUS, WITH_COMPILER
+from swath.shield import Shield
 
 __all__ = ["Launched", "ending", "in_worker", "launch", "server_pid", "stop_server"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _COMPILING = (b"torchrl", b"torch._dynamo")
+_TRIES = 3
 _START = """
 import signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for your process, which tells us
@@ -139,7 +142,9 @@ class _Server:
 
     def fork(self, request: bytes, descriptors: list[int]) -> int:
         """Return the pid of a new worker that holds these descriptors."""
-        with self._lock:
+        # Behind a shield: an answer that Ctrl-C had left there would pass for that to the next
+        # request, and a worker would go by the process id of another.
+        with self._lock, Shield():
             try:
                 socket.send_fds(self._socket, [request], descriptors)
                 told = self._socket.recv(STATUS.size, socket.MSG_WAITALL)
@@ -187,15 +192,19 @@ def _fork(request: bytes, descriptors: list[int]) -> int:
     """Return the pid of a new worker, from a new server if there is none or it was killed."""
     global _current
     with _guard:
-        if _current is None:
-            _current = _Server()
-            return _current.fork(request, descriptors)
-        try:
-            return _current.fork(request, descriptors)
-        except ServerGone:
-            _current.stop()
-            _current = _Server()
-            return _current.fork(request, descriptors)
+        for _ in range(_TRIES):
+            if _current is None:
+                _current = _Server()
+            try:
+                return _current.fork(request, descriptors)
+            except ServerGone:
+                _current.stop()
+                _current = None
+    raise WorkerError(
+        f"no worker could be started: the fork server, which starts them, ended {_TRIES} times in "
+        "a row. Look for what kills it (often because the machine ran out of memory), and above "
+        "for what it printed."
+    )
 
 
 def in_worker() -> bool:

@@ -62,6 +62,8 @@ class EnvGroup(Protocol):
     """Can be bound to a slab on the device where the envs live."""
     needs_shared_memory: bool
     """The envs live in other processes, so a slab must be in memory that those can map."""
+    restores: int
+    """How often `restore` was called: what was bound before that is bound to envs that are gone."""
 
     @property
     def info_fields(self) -> list[Field]:
@@ -100,16 +102,19 @@ class EnvGroup(Protocol):
         ...
 
     def restore(self, snapshot: Any) -> None:
-        """Put the envs back into the state of a snapshot."""
+        """Put the envs back into the state of a snapshot; all must be bound again."""
         ...
 
-    def close(self) -> None:
-        """Close the envs."""
+    def close(self, timeout: float | None = None) -> None:
+        """Close the envs; those in other processes are ended by force after so many seconds."""
         ...
 
 
 class CallFailed(Exception):
     """A call into one env failed; the loop adds where and when.
+
+    Raised by `bind`, `freeze` and what is bound; whoever calls these makes an `EnvError` of it,
+    since users know no `CallFailed`. Other methods of a group raise an `EnvError` themselves.
 
     `completed` are the envs that had made the same step before, so that their frame is not lost.
     """

@@ -271,16 +271,19 @@ class Runner:
         stop: Callable[[], bool] | None,
     ) -> None:
         """Fill the rows of a slab."""
+        lanes = None if self.random_frames.left else self._lanes
+        renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
+        alone = lanes is None
+        # First of all: envs in other processes may still be in a step that was broken off, and
+        # write to this slab. To bind them waits for that.
+        self._envs = self.group.bind(slab, bare=alone, eager=alone and renews)
         self._begin(slab)
-        if self._lanes is not None and not self.random_frames.left:
-            self._envs = self.group.bind(slab)
+        if lanes is not None:
             refreshed = self._refreshing(lambda t: None, refresh)
-            self._lanes.roll(
+            lanes.roll(
                 slab, steps, lambda s, span: _stopping(self._settler(s, span), stop), refreshed
             )
             return
-        renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
-        self._envs = self.group.bind(slab, bare=True, eager=renews)
         settle = _stopping(self._settler(slab), stop)
         with self.policy.bound(slab, steps) as act:
             act = self.random_frames.wrap(act, self, slab, steps)
