@@ -244,21 +244,16 @@ def _read_folder(
             raise damaged(path, f"has {name}={_short(entry)}", "a description was expected")
         if entry.get("type") == "TensorDict":
             _read_folder(_existing(folder, name, ""), key, frames, columns, folders)
-            continue
-        _refuse_other_kinds(path, key, entry)
-        shape, dtype = entry.get("shape"), entry.get("dtype")
-        if not _is_shape(shape, frames) or not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise damaged(
-                path,
-                f"says of {key_name(key)} shape={_short(shape)}, dtype={_short(dtype)}",
-                f"[{frames}, ...] and one of torch's dtypes were expected",
-            )
-        file = _existing(folder, name, _END)
-        columns[key] = ColumnFile(file, torch.Size(shape[1:]), _DTYPES[dtype])
+        else:
+            columns[key] = _column(folder, key, entry, frames)
 
 
-def _refuse_other_kinds(path: Path, key: Key, entry: Mapping[str, Any]) -> None:
-    """Refuse what is no plain tensor: tensordict would have to unpickle it, which runs code."""
+def _column(folder: Path, key: Key, entry: Mapping[str, Any], frames: int) -> ColumnFile:
+    """Return what the metadata says of a key, which must be a plain tensor.
+
+    For anything else tensordict would have to unpickle something, which runs code.
+    """
+    path = folder / META
     if entry.get("type") is not None or entry.get("is_nested"):
         raise UsageError(
             f"{path} says that {key_name(key)} is a {_short(entry.get('type', 'nested tensor'))}, "
@@ -266,6 +261,16 @@ def _refuse_other_kinds(path: Path, key: Key, entry: Mapping[str, Any]) -> None:
             "loading such an entry can run code that came with the directory. If you trust where "
             "it comes from, load it with tensordict and write the tensors anew."
         )
+    shape: Any = entry.get("shape")
+    dtype: Any = entry.get("dtype")
+    if not _is_shape(shape, frames) or not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise damaged(
+            path,
+            f"says of {key_name(key)} shape={_short(shape)}, dtype={_short(dtype)}",
+            f"[{frames}, ...] and one of torch's dtypes were expected",
+        )
+    file = _existing(folder, key[-1], _END)
+    return ColumnFile(file, torch.Size(shape[1:]), _DTYPES[dtype])
 
 
 def _is_shape(shape: Any, frames: int) -> bool:

@@ -13,8 +13,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
-def reserve(sizes: Mapping[Path, int]) -> None:
-    """Give files their sizes, and take the room on disk for them, or raise an `OSError`.
+def reserve(directory: Path, sizes: Mapping[Path, int]) -> None:
+    """Give the files of a directory their sizes, and take room on disk, or raise an `OSError`.
 
     Whoever writes through a map to a page for which the disk has no room is killed by SIGBUS: there
     is nothing to catch, and no message. So the room is taken before anything is mapped. Files that
@@ -22,15 +22,14 @@ def reserve(sizes: Mapping[Path, int]) -> None:
     """
     missing = {path: size - _room_of(path) for path, size in sizes.items()}
     needed = sum(max(0, size) for size in missing.values())
-    folder = min(sizes, key=lambda path: len(path.parts)).parent
-    status = os.statvfs(folder)
+    status = os.statvfs(directory.parent)
     free = status.f_bfree * status.f_frsize
     full = (
         f"its files need {needed:,} bytes more on disk, and {free:,} are free; make room, give a "
         "smaller capacity, or name a directory on another disk"
     )
     if needed > free:  # to take what there is would hinder others meanwhile
-        raise OSError(errno.ENOSPC, full, str(folder))
+        raise OSError(errno.ENOSPC, full, str(directory))
     for path, size in sizes.items():
         if missing[path] <= 0 < size:
             continue
@@ -42,7 +41,7 @@ def reserve(sizes: Mapping[Path, int]) -> None:
                 os.close(descriptor)
         except OSError as error:
             if error.errno in _FULL:
-                raise OSError(error.errno, full, str(folder)) from error
+                raise OSError(error.errno, full, str(directory)) from error
             raise
 
 

@@ -409,7 +409,7 @@ def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
     try:
         columns = make_files(partial, frames)
         files = {column.path: column.nbytes(capacity) for column in columns.values()}
-        reserve({**files, partial / LEDGER: ledger_size(capacity)})
+        reserve(directory, {**files, partial / LEDGER: ledger_size(capacity)})
         write_meta(partial, columns, capacity)
         write_about(partial, {"capacity": capacity})
     except BaseException:
@@ -447,7 +447,7 @@ def open_ring(capacity: int, directory: Path) -> Ring:
             f"{directory} is open in another buffer; close that one, or attach to it."
         ) from None
     check_ledger(ledger, memory.array, capacity)
-    reserve({column.path: column.nbytes(capacity) for column in columns.values()})
+    reserve(directory, {column.path: column.nbytes(capacity) for column in columns.values()})
     ring = Ring(_mapped(directory), memory.array, memory, directory)
     ring.stamps[ring.stamps < 0] = 0  # what a killed writer had begun
     ring.words[Word.BUSY], ring.words[Word.STATE], ring.words[Word.FREE] = 1, OPEN, 0
