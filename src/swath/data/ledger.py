@@ -103,12 +103,10 @@ def check_ledger(path: Path, block: np.ndarray, capacity: int, standing: bool = 
 
 def _counts_differ(words: np.ndarray, stamps: np.ndarray, numbers: np.ndarray) -> bool:
     """Tell whether the words do not go with the frames that are there."""
-    claimed, floor, cleared, written, held = (
-        int(words[one]) for one in (Word.CLAIMED, Word.FLOOR, Word.CLEARED, Word.WRITTEN, Word.HELD)
-    )
-    if not (cleared <= written <= claimed and floor <= claimed and (numbers < claimed).all()):
+    claimed, floor, held = (int(words[one]) for one in (Word.CLAIMED, Word.FLOOR, Word.HELD))
+    if (numbers >= claimed).any():
         return True
-    if words[Word.BUSY]:  # a writer was killed in the middle of a change
+    if words[Word.BUSY]:  # a writer was killed in the middle of a change; `Ring` completes it
         return False
     lowest = max(floor, claimed - len(stamps))
     return held != np.count_nonzero(stamps > 0) or bool((numbers < lowest).any())
@@ -118,9 +116,8 @@ def _runs_differ(numbers: np.ndarray, begins: np.ndarray, before: np.ndarray) ->
     """Tell whether whole frames stand in stretches that cannot be; see runs.py."""
     before = before[begins == numbers]
     first = numbers[begins == numbers]
-    return bool(
-        (begins < 0).any() or (begins > numbers).any() or ((before < -1) | (before >= first)).any()
-    )
+    far = (before < -1) | (before >= np.maximum(first, 1))
+    return bool((begins < 0).any() or (begins > numbers).any() or far.any())
 
 
 def _parts(block: np.ndarray, capacity: int) -> tuple[np.ndarray, ...]:

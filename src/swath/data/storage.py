@@ -198,9 +198,14 @@ class Ring:
         if self._descriptor is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
         if self.words[Word.BUSY]:  # who had it was killed
-            self.words[Word.HELD] = self._count_whole([(0, self.capacity, 0)])
+            self._complete_change()
         self.words[Word.BUSY] = 1
         return self
+
+    def _complete_change(self) -> None:
+        """Take out what a writer meant to that was killed while it had the ledger, and count."""
+        self.stamps[np.abs(self.stamps) <= self.window()[0]] = 0
+        self.words[Word.HELD] = self._count_whole([(0, self.capacity, 0)])
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.words[Word.BUSY] = kind is not None

@@ -149,7 +149,7 @@ class _Rows:
         leaves = {}
         for key, value in rollout.items(True, True, is_leaf=is_leaf_nontensor):
             if isinstance(value, Tensor):
-                # Zero would point to somebody's observation; -1 is the next row's, which is padding.
+                # Zero points to somebody's observation, -1 to the next row's: padding.
                 padding = -1 if key == FINAL else 0
                 leaves[key] = self._tensor(value.flatten(0, rollout.batch_dims - 1), padding)
             elif isinstance(value, NonTensorData):  # one value for all frames
