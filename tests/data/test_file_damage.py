@@ -346,6 +346,20 @@ def test_a_state_is_not_unpickled_either(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "sprung").exists()
 
 
+def test_an_error_that_a_ledger_brings_is_not_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trap, "sprung", str(tmp_path / "sprung"), raising=False)
+    frames, error = written(tmp_path / "data", "buffer"), pickle.dumps(Trap())
+    words = ledger(tmp_path / "data")
+    words[Word.STATE], words[Word.ERROR] = 2, len(error)  # as a buffer that has failed
+    with (tmp_path / "data/replay.bin").open("r+b") as file:
+        file.seek(words.nbytes)
+        file.write(error)
+    assert loaded(tmp_path / "data", "buffer") == frames
+    assert not (tmp_path / "sprung").exists()
+
+
 # -- checksums ------------------------------------------------------------------------------------
 
 

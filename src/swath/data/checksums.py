@@ -5,9 +5,9 @@
 ```
 
 It is CRC-32, since that goes on from where it was with each batch that is appended, starts again
-from before a batch that did not fit, and takes a fifth of blake2b's time where measured (7.4 GB/s
-against 1.4), which is less than writing takes. It finds damage; against somebody who changes a
-dataset on purpose it is no help, as no checksum is that lies beside the data.
+from before a batch that did not fit, and takes a fifth of blake2b's time: 3.5 to 7.3 GB/s against
+0.6 to 1.4 where measured, and 1.3 to 2.6 for writing. It finds damage; against somebody who changes
+a dataset on purpose it is no help, as no checksum is that lies beside the data.
 """
 
 from __future__ import annotations
