@@ -526,7 +526,7 @@ def drop_key(path: Path, chance: random.Random) -> None:
 
 def change_number(path: Path, chance: random.Random) -> None:
     text = path.read_text()
-    number = chance.choice(list(re.finditer(r"\b\d+\b", text)))
+    number = chance.choice(list(re.finditer(r"\d+", text)))
     value = chance.choice([-1, 0, 1, 7, 2**31, 2**70, 1.5, chance.randrange(100)])
     path.write_text(text[: number.start()] + str(value) + text[number.end() :])
 

@@ -126,16 +126,16 @@ def load(directory: str | Path, verify: bool = False) -> tuple[TensorDict, dict[
 def _read_state(path: Path, frames: int) -> dict[str, Any]:
     """Return what was saved beside so many frames."""
     check_size(path)
+    content = io.BytesIO(path.read_bytes())
     try:
-        with zipfile.ZipFile(path) as archive:  # torch does not look at the checksums in there
+        with zipfile.ZipFile(content) as archive:  # torch does not look at the checksums in there
             broken = archive.testzip()
         if broken is not None:
             raise zipfile.BadZipFile(f"{broken} in it was changed")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        content.seek(0)
+        state = torch.load(content, map_location="cpu", weights_only=True)
         numbers = state["numbers"]
         good = _are_numbers(numbers, state["words"]) and isinstance(state["sampler"], dict)
-    except OSError:
-        raise
     except Exception as error:  # torch and zipfile raise a dozen kinds
         raise damaged(path, f"cannot be read ({error})", "the state of a buffer expected") from None
     if not good or len(numbers) != frames:
