@@ -21,6 +21,7 @@ import swath
 from swath import cli
 from swath.cli import main
 from swath.data import DatasetWriter, load_dataset
+from swath.envs import GymEnv
 from swath.testing import check_transitions
 
 MODULE = '''
@@ -426,3 +427,32 @@ def test_info_says_what_is_in_a_dataset(tmp_path: Path, capsys: pytest.CaptureFi
         assert line.split("\u2502")[2].split()[-1 if row == "episodes" else 1] in told
     assert main(["info", str(tmp_path / "none")]) == 2
     assert "no swath dataset" in capsys.readouterr().err
+
+
+def test_info_verifies_checksums_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, column = str(tmp_path / "data"), tmp_path / "data/next/reward.memmap"
+    with DatasetWriter(path, checksum=True) as writer:
+        writer.write(GymEnv("CartPole-v1").rollout(5))
+    assert main(["info", "--verify", path]) == 0
+    assert "checksums: all files are as they were written" in capsys.readouterr().out
+    column.write_bytes(bytes(20))
+    assert main(["info", path]) == 0
+    capsys.readouterr()
+    assert main(["info", "--verify", path]) == 1
+    assert_one_line(capsys.readouterr().err, "swath: error: ", "next/reward.memmap has crc32")
+    os.truncate(column, 7)
+    assert main(["info", path]) == 2
+    assert_one_line(capsys.readouterr().err, "swath: error: ", "has 7 bytes; 20 bytes were")
+    assert main(["info", "--verify", path]) == 1
+
+
+def test_info_says_if_there_are_no_checksums(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "data")
+    with DatasetWriter(path) as writer:
+        writer.write(GymEnv("CartPole-v1").rollout(5))
+    assert main(["info", "--verify", path]) == 0
+    assert "checksums: none; the sizes of all files are right" in capsys.readouterr().out

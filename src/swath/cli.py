@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 import swath
-from swath.errors import SwathError, UsageError, nearest
+from swath.errors import DamagedFileError, SwathError, UsageError, nearest
 
 if TYPE_CHECKING:
     from swath.collectors import BaseCollector
@@ -207,13 +207,24 @@ def _make_collector(
 @app.command()
 def info(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset, or a buffer's.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare all files with their checksums.")
+    ] = False,
 ) -> int:
     """Say what is in a dataset: frames, keys, episodes.
 
     It may be one of swath collect --out, or the directory of a ReplayBuffer.
+    With --verify, a file that was changed since it was written is named, and
+    the exit code is 1.
     """
     from swath.data import describe
+    from swath.data.datasets import verify_dataset
 
+    try:
+        verified = verify_dataset(directory) if verify else None
+    except DamagedFileError as error:
+        _say_error(f"error: {error}")
+        return 1
     found = describe(directory)
     table = Table(title=str(directory), show_header=False)
     room = f" of {found['capacity']:,}" if found["capacity"] is not None else ""
@@ -227,6 +238,9 @@ def info(
     for name, (dtype, shape) in found["keys"].items():
         table.add_row(name, f"{dtype} {shape}")
     _out.print(table, highlight=False)
+    if verified is not None:
+        as_written = "all files are as they were written"
+        _say(f"checksums: {as_written if verified else 'none; the sizes of all files are right'}")
     return 0
 
 

@@ -3,7 +3,8 @@
 ```
 SwathError
 |-- UsageError (ValueError)     the caller broke a rule; the message says what to do instead
-|   `-- ClosedError             used after shutdown()
+|   |-- ClosedError             used after shutdown()
+|   `-- DamagedFileError        a file is not as it was written: cut short, missing, changed
 |-- EnvError                    an env raised or returned something it did not declare
 |-- PolicyError                 a policy raised or returned something the env cannot use
 `-- WorkerError                 a worker was killed, crashed or gave no answer in time
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "ClosedError",
+    "DamagedFileError",
     "EnvError",
     "PolicyError",
     "SwathError",
@@ -38,6 +40,13 @@ class UsageError(SwathError, ValueError):
 
 class ClosedError(UsageError):
     """The collector or env was used after it was shut down."""
+
+
+class DamagedFileError(UsageError):
+    """A file of a dataset or a buffer is not as it was written: missing, cut short or changed.
+
+    The message names the file, what was expected and what was found. Nothing was changed on disk.
+    """
 
 
 class _LocatedError(SwathError):

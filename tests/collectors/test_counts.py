@@ -226,6 +226,28 @@ def test_a_compact_batch_can_be_made_whole_again(extra, envs):
         assert (restored["observation"] == other["observation"]).all()
 
 
+def test_the_padding_of_a_compact_batch_stays_zero():
+    with Collector(SerialEnv(3, Steps), frames_per_batch=33, compact_obs=True) as collector:
+        compact = collector.next()
+    compact["observation"].add_(100)  # so that nothing real is zero
+    compact["collector", "final_obs"]["observation"].add_(100)
+    expected = split_trajectories(restore_next(compact))
+    restored = restore_next(split_trajectories(compact))
+    padding = ~restored["collector", "mask"]
+    assert padding[:, -1].any()
+    assert not restored["next", "observation"][padding].any()
+    assert torch.equal(restored["next", "observation"], expected["next", "observation"])
+
+
+def test_a_compact_batch_without_frames_is_made_whole_all_the_same():
+    with Collector(SerialEnv(3, Steps), frames_per_batch=33, compact_obs=True) as collector:
+        compact = collector.next()
+    nothing = torch.zeros(compact.batch_size, dtype=torch.bool)
+    split = split_trajectories(compact.copy().update({"collector": {"mask": nothing}}))
+    assert restore_next(split)["next", "observation"].shape == (0, 0, 2)
+    assert restore_next(compact[:0])["next", "observation"].shape == (0, 11, 2)
+
+
 def test_a_compact_batch_cut_over_time_is_refused():
     from swath.errors import UsageError
 

@@ -106,6 +106,18 @@ def test_an_env_that_cannot_be_pickled_resumes_with_new_episodes_and_says_so():
     assert not ids & set(batch["collector", "traj_ids"].tolist())
 
 
+def test_a_state_that_was_damaged_is_not_unpickled():
+    with make("CartPole-v1", "random") as collector:
+        collector.next()
+        state = collector.state_dict()
+        for place in (0, len(state["collector"]) // 2, -1):
+            state["collector"][place] += 1
+            with pytest.raises(UsageError, match="differ from their checksum"):
+                collector.load_state_dict(state)
+            state["collector"][place] -= 1
+        collector.load_state_dict(state)
+
+
 def test_a_state_of_something_else_is_refused():
     with make("CartPole-v1", "random") as collector:
         with pytest.raises(UsageError, match="no state of a swath collector"):

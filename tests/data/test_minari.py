@@ -21,7 +21,7 @@ from swath.collectors import Collector
 from swath.data import DatasetWriter, MinariWriter, ReplayBuffer, load_dataset, read_minari
 from swath.data.minari import minari_id
 from swath.envs import SerialEnv
-from swath.errors import UsageError
+from swath.errors import DamagedFileError, UsageError
 from swath.testing import CountingEnv, check_transitions
 from swath.tree import action_leaves, fetch, observation_leaves
 
@@ -259,6 +259,19 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(
     with pytest.raises(UsageError, match=message):
         MinariWriter(tmp_path / "minari", env=CountingEnv())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "main_data.hdf5"])
+@pytest.mark.parametrize("content", [b"", b"\xff{"])
+def test_files_that_minari_cannot_read_are_an_error_of_ours(
+    root: Path, name: str, content: bytes
+) -> None:
+    exported(root, batches(CountingEnv), CountingEnv())
+    (path,) = root.rglob(name)
+    path.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"dataset 'countingenv/swath-v0': .*write it again"):
+        list(read_minari("countingenv/swath-v0"))
+    assert path.read_bytes() == content
 
 
 def test_ids_are_such_as_minari_takes() -> None:

@@ -362,6 +362,13 @@ def test_slices_of_a_collector_and_of_a_restored_buffer(tmp_path) -> None:
     again.close()
 
 
+def test_priorities_of_a_buffer_that_has_drawn_nothing_yet_are_restored() -> None:
+    buffer, other = (ReplayBuffer(20, sampler="prioritized", batch_size=50) for _ in range(2))
+    buffer.extend(numbered(0, 15))
+    other.load_state_dict(buffer.state_dict())
+    assert set(check(other.sample()).tolist()) <= set(range(15))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

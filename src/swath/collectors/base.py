@@ -14,6 +14,7 @@ import math
 import pickle
 import uuid
 import warnings
+import zlib
 from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
@@ -418,6 +419,7 @@ class BaseCollector(abc.ABC):
             "frames": self._frames,
             "batches": self._batches,
             "collector": torch.frombuffer(bytearray(blob.getvalue()), dtype=torch.uint8),
+            "checksum": zlib.crc32(blob.getbuffer()),
         }
         if module is not None:
             state["policy"] = {k: v.detach().clone() for k, v in module.state_dict().items()}
@@ -435,7 +437,7 @@ class BaseCollector(abc.ABC):
                 f"this is no state of a swath collector (format {state.get('format')!r}; 1 was "
                 "expected)."
             )
-        inner = pickle.loads(state["collector"].numpy().tobytes())
+        inner = _unpickled(state)
         if (inner["assembler"] is None) != (self._assembler is None):
             raise UsageError("one of state and collector has trajs_per_batch, the other has not.")
         with self.pause():
@@ -447,6 +449,17 @@ class BaseCollector(abc.ABC):
                 self._assembler.load_state_dict(inner["assembler"])
             self._raw, self._made = inner.get("kept", (None, None))
             self._frames, self._batches = state["frames"], state["batches"]
+
+
+def _unpickled(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what `state_dict` has pickled, unless bytes of it have changed: those may do harm."""
+    blob = state["collector"].numpy().tobytes()
+    if state.get("checksum", zlib.crc32(blob)) != zlib.crc32(blob):
+        raise UsageError(
+            "this state was changed since state_dict() returned it: its envs and counters differ "
+            "from their checksum. Take another copy of the file, or an older one."
+        )
+    return pickle.loads(blob)
 
 
 def _own(batch: Any) -> Any:

@@ -5,6 +5,7 @@
  DIR/meta.json         tensordict's own description, which `TensorDict.load_memmap(DIR)` reads
  DIR/*.memmap          one file per key with the bytes of all frames; nested keys are folders
  DIR/replay.bin        of a replay buffer only: which rows are whole, and in which order they came
+ DIR/checksums.json    if wanted: a checksum of each of the other files
 ```
 
 All of it is written as `DIR.partial` and gets its name when the writer closes: what is called
@@ -18,35 +19,38 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from swath import __version__
+from swath.data.checksums import CHECKSUMS, Checksums, verify_files
+from swath.data.files import (
+    ABOUT,
+    ColumnFile,
+    Description,
+    check_size,
+    make_files,
+    read_description,
+    write_meta,
+)
 from swath.data.frames import check_fit, flat, frames_of
+from swath.data.ledger import LEDGER, read_stamps
 from swath.errors import ClosedError, UsageError
 from swath.tree import Key, nest
 
 __all__ = [
-    "ABOUT",
-    "LEDGER",
-    "LEDGER_WORDS",
     "DatasetWriter",
     "claimed",
+    "described",
     "load_dataset",
-    "make_columns",
     "opened",
     "partial_of",
+    "verify_dataset",
     "write_about",
 ]
-
-ABOUT = "swath.json"
-"""Where a dataset comes from."""
-LEDGER = "replay.bin"
-"""In the directory of a replay buffer: words, then a stamp for each row; see storage.py."""
-LEDGER_WORDS = 16
 
 
 class DatasetWriter:
@@ -58,6 +62,7 @@ class DatasetWriter:
 
     Args:
         directory: Where to; must not exist or be empty.
+        checksum: Note a checksum of each file, so that `verify=True` finds bytes that were changed.
         **about: What to note in `DIR/swath.json`, such as `env_id="CartPole-v1"`.
 
     Examples:
@@ -70,11 +75,14 @@ class DatasetWriter:
         torch.Size([5, 4])
     """
 
-    def __init__(self, directory: str | Path, **about: Any) -> None:
+    def __init__(self, directory: str | Path, *, checksum: bool = False, **about: Any) -> None:
+        if taken := sorted({"swath", "frames"} & about.keys()):
+            raise UsageError(f"{taken} are noted by the writer itself; use another name.")
         self.directory = claimed(directory)
         self.frames = 0
         self._about = about
-        self._columns: dict[Key, _Column] = {}
+        self._columns: dict[Key, ColumnFile] = {}
+        self._checksums = Checksums() if checksum else None
         self._closed = False
 
     @property
@@ -92,17 +100,23 @@ class DatasetWriter:
         if not frames:
             return
         if not self._columns:
-            self._columns = make_columns(partial_of(self.directory), rows)
+            self._columns = make_files(partial_of(self.directory), rows)
         check_fit(self._columns, rows, 1)
+        content = {
+            self._columns[key].path: tensor.reshape(-1).view(torch.uint8).numpy().data
+            for key, tensor in rows.items()
+        }
         try:
-            for key, tensor in rows.items():
-                with self._columns[key].path.open("ab") as file:
-                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            for path, data in content.items():
+                with path.open("ab") as file:
+                    file.write(data)
         except BaseException:
             for column in self._columns.values():
                 column.cut(self.frames)
             raise
         self.frames += frames
+        if self._checksums is not None:
+            self._checksums.add(content)
 
     def close(self) -> None:
         """Finish the dataset and give it its name; calling it again is nothing."""
@@ -113,9 +127,12 @@ class DatasetWriter:
             raise UsageError(f"no frame was written to {self.directory}, so there is no dataset.")
         self._closed = True
         partial = partial_of(self.directory)
-        tensors = {key: column.load(self.frames) for key, column in self._columns.items()}
-        TensorDict(nest(tensors), [self.frames]).memmap_(partial)
+        for column in self._columns.values():  # somebody may have tidied up meanwhile
+            check_size(column.path, column.nbytes(self.frames))
+        write_meta(partial, self._columns, self.frames)
         write_about(partial, {"frames": self.frames, **self._about})
+        if self._checksums is not None:
+            self._checksums.write(partial)
         if self.directory.is_dir():
             self.directory.rmdir()  # it is empty; whatever has got in since is not overwritten
         partial.rename(self.directory)
@@ -134,37 +151,6 @@ class DatasetWriter:
             self.discard()
         else:
             self.close()
-
-
-class _Column(NamedTuple):
-    """One key of a dataset: a file with the bytes of all frames."""
-
-    path: Path
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def cut(self, frames: int) -> None:
-        with self.path.open("ab") as file:
-            file.truncate(frames * self.shape.numel() * self.dtype.itemsize)
-
-    def load(self, frames: int) -> torch.Tensor:
-        shape = torch.Size([frames, *self.shape])
-        if not shape.numel():
-            return torch.empty(shape, dtype=self.dtype)
-        return MemoryMappedTensor.from_filename(self.path, dtype=self.dtype, shape=shape)
-
-
-def make_columns(partial: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, _Column]:
-    """Make an empty file for each key, where tensordict looks for it."""
-    one = TensorDict(nest({key: row[:1] for key, row in rows.items()}), [1])
-    files = one.memmap(partial)  # it knows how to turn any key into a file name
-    columns = {
-        key: _Column(Path(files.get(key).filename), row.shape[1:], row.dtype)
-        for key, row in rows.items()
-    }
-    for column in columns.values():
-        column.cut(0)
-    return columns
 
 
 def claimed(directory: str | Path) -> Path:
@@ -195,29 +181,55 @@ def partial_of(directory: Path) -> Path:
     return directory.with_name(directory.name + ".partial")
 
 
-def load_dataset(directory: str | Path) -> TensorDict:
+def load_dataset(directory: str | Path, *, verify: bool = False) -> TensorDict:
     """Return a dataset as one memory-mapped TensorDict with batch size `[frames]`.
 
     Nothing is read until it is used. Writing into its tensors changes the files; clone first.
     Of a `ReplayBuffer` on disk these are the frames that it holds, the oldest first; once its ring
-    has come round, they are a copy.
+    has come round, they are a copy. Nothing is unpickled, and files that are missing, or not of
+    the size that they were written with, are a `DamagedFileError`.
+
+    Args:
+        directory: Where it is.
+        verify: Read all of it and compare it with the checksums that it was written with.
     """
-    data, rows = opened(directory)
+    data, rows = opened(described(directory, verify))
     return data[: len(rows)] if isinstance(rows, range) else data[torch.from_numpy(rows)]
 
 
-def opened(directory: str | Path) -> tuple[TensorDict, range | np.ndarray]:
-    """Return all rows of a dataset, and which of them are frames, the oldest first."""
+def verify_dataset(directory: str | Path) -> bool:
+    """Compare the files of a dataset with their checksums, or tell that there are none.
+
+    Raises:
+        DamagedFileError: If one differs; the message names it.
+    """
+    found = described(directory)
+    if not (found.directory / CHECKSUMS).exists():
+        return False
+    verify_files(found)
+    return True
+
+
+def described(directory: str | Path, verify: bool = False) -> Description:
+    """Return what is in a dataset, after looking at the sizes of its files."""
     path = Path(directory)
-    if not (path / ABOUT).is_file():
+    if not (path / ABOUT).exists():
         reason = f"it has no {ABOUT}" if path.is_dir() else "there is no such directory"
         if partial_of(path).is_dir():
             reason += f", but {partial_of(path)} is there: its writer runs yet, or was killed"
         raise UsageError(f"{path} is no swath dataset: {reason}.")
-    data = TensorDict.load_memmap(path)
-    if not (path / LEDGER).is_file():
-        return data, range(len(data))
-    stamps = np.fromfile(path / LEDGER, np.int64, data.batch_size[0], offset=8 * LEDGER_WORDS)
-    rows = np.argsort(stamps, kind="stable")[np.count_nonzero(stamps <= 0) :]
-    in_place = np.array_equal(rows, np.arange(len(rows)))
-    return data, range(len(rows)) if in_place else rows
+    found = read_description(path)
+    if verify:
+        verify_files(found)
+    return found
+
+
+def opened(found: Description) -> tuple[TensorDict, range | np.ndarray]:
+    """Return all rows of a dataset, and which of them are frames, the oldest first."""
+    rows: range | np.ndarray = range(found.frames)
+    if "frames" not in found.about:
+        stamps = read_stamps(found.directory / LEDGER, found.frames)
+        rows = np.argsort(stamps, kind="stable")[np.count_nonzero(stamps <= 0) :]
+        if np.array_equal(rows, np.arange(len(rows))):
+            rows = range(len(rows))
+    return TensorDict(nest(found.map()), [found.frames], device="cpu"), rows

@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from swath.data.datasets import DatasetWriter, load_dataset, partial_of
-from swath.errors import UsageError
+from swath.errors import DamagedFileError, UsageError
 from swath.rollout import keys
 from swath.tree import (
     Key,
@@ -107,6 +107,7 @@ def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[T
 
     Extend a `ReplayBuffer` with them, or write them to a `DatasetWriter`. Rewards are float32; a
     trajectory's id is the episode's. Nobody knows which policy acted, so there is no version.
+    Minari's files are JSON and HDF5, in which nothing is pickled.
 
     Args:
         dataset: Its id, or what `minari.load_dataset` returned.
@@ -114,11 +115,12 @@ def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[T
     """
     minari = _import_minari()
     if isinstance(dataset, str):
-        with contextlib.nullcontext() if directory is None else _minari_root(Path(directory)):
+        root = contextlib.nullcontext() if directory is None else _minari_root(Path(directory))
+        with root, _readable(dataset):
             dataset = minari.load_dataset(dataset)
     observations = observation_leaves(dataset.observation_space)
     actions = action_leaves(dataset.action_space)
-    for episode in dataset.iterate_episodes():
+    for episode in _episodes_of(dataset):
         columns: dict[Key, np.ndarray] = {}
         for leaf in observations:
             seen = np.asarray(fetch(episode.observations, leaf.path), leaf.dtype)
@@ -126,6 +128,25 @@ def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[T
         for leaf in actions:
             columns[leaf.key] = np.asarray(fetch(episode.actions, leaf.path), leaf.dtype)
         yield _trajectory(columns, episode)
+
+
+def _episodes_of(dataset: Any) -> Iterator[Any]:
+    with _readable(dataset.spec.dataset_id):
+        yield from dataset.iterate_episodes()
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Tell of files that Minari cannot make sense of; what is not there at all, it says itself."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedFileError(
+            f"Minari cannot read the dataset {name!r}: {type(error).__name__}: {error}. Some of "
+            "its files are missing or damaged; download or write it again."
+        ) from error
 
 
 def _trajectory(columns: dict[Key, np.ndarray], episode: Any) -> TensorDict:

@@ -110,6 +110,14 @@ class Keeper:
         """Let all calls raise an error, which comes packed."""
         self._buffer.fail(None if parcel is None else unpack_error(parcel))
 
+    def save(self, directory: str, checksum: bool) -> None:
+        """Write all to a directory."""
+        self._buffer.save(directory, checksum=checksum)
+
+    def load(self, directory: str, verify: bool) -> None:
+        """Continue where `save` was called."""
+        self._buffer.load(directory, verify=verify)
+
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the buffer."""
         return getattr(self._buffer, name)(*arguments)
@@ -286,13 +294,13 @@ class RayReplayBuffer:
         """Forget all frames."""
         self._tell("empty")
 
-    def save(self, directory: str) -> None:
-        """Write all to a directory, on the host of the actor."""
-        self._tell("save", directory)
+    def save(self, directory: str, *, checksum: bool = False) -> None:
+        """Write all to a directory, on the host of the actor; see `ReplayBuffer`."""
+        self._ask("control", "save", directory, checksum)
 
-    def load(self, directory: str) -> None:
-        """Continue where `save` was called."""
-        self._tell("load", directory)
+    def load(self, directory: str, *, verify: bool = False) -> None:
+        """Continue where `save` was called; see `ReplayBuffer`."""
+        self._ask("control", "load", directory, verify)
 
     def note_feeder(self, who: str, on: bool) -> None:
         """Note that a collector writes here in the background, or does not any more.

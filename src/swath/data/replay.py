@@ -23,7 +23,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from swath.data import saving
-from swath.data.datasets import LEDGER
 from swath.data.drawing import Draws
 from swath.data.frames import check_fit, frames_of, leaves
 from swath.data.pacing import Pace, Prefetcher, Stopped
@@ -38,6 +37,7 @@ from swath.data.storage import (
     Ring,
     Word,
     attach,
+    holds_ring,
     make_ring,
     open_ring,
 )
@@ -141,7 +141,7 @@ class ReplayBuffer:
         self.fed = storage == "shared" or samples_per_insert is not None
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
-        if self._directory is not None and (self._directory / LEDGER).is_file():
+        if self._directory is not None and holds_ring(self._directory):
             self._use(open_ring(capacity, self._directory))
 
     def _check_arguments(self, prefetch: int, pin_memory: bool) -> None:
@@ -458,19 +458,28 @@ class ReplayBuffer:
             self._runs = runs
         self.sampler.load_state_dict(ring, state["sampler"])
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, *, checksum: bool = False) -> None:
         """Write all to a directory, in place of what was saved there; `load_dataset` reads it too.
 
         A crash meanwhile leaves the one before whole. Writers wait until it is done.
+
+        Args:
+            directory: Where to.
+            checksum: Note a checksum of each file, for `verify=True`.
         """
         self._check()
         if self._ring is None or not len(self):
             raise UsageError("this replay buffer is empty; there is nothing to save.")
-        saving.save(self._ring, self._draws, directory)
+        saving.save(self._ring, self._draws, directory, checksum)
 
-    def load(self, directory: str | Path) -> None:
-        """Continue where `save` was called."""
-        frames, state = saving.load(directory)
+    def load(self, directory: str | Path, *, verify: bool = False) -> None:
+        """Continue where `save` was called; nothing is unpickled.
+
+        Args:
+            directory: Of the saved buffer.
+            verify: Compare all files with their checksums first.
+        """
+        frames, state = saving.load(directory, verify)
         self.load_state_dict({**state, "frames": frames})
 
     # -- other processes, failures, the end -----------------------------------------------------

@@ -306,8 +306,9 @@ class PrioritizedSampler(Sampler):
                 state[name] for name in ("highest", "seen", "floor")
             )
             self._tree = _SumTree(len(state["values"]))
-            values = np.where(ring.stamps > 0, state["values"].numpy(), 0.0)
-            self._tree.set(np.arange(self._tree.size), values)
+            if self._tree.size == ring.capacity:  # else nothing was drawn yet, and `_follow` begins
+                values = np.where(ring.stamps > 0, state["values"].numpy(), 0.0)
+                self._tree.set(np.arange(self._tree.size), values)
             self._waiting = np.empty(0, np.int64)
 
 

@@ -9,7 +9,9 @@ Wherever a crash comes, DIR or, between the two steps, DIR.old is whole; both ar
 
 from __future__ import annotations
 
+import io
 import shutil
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from swath.data.datasets import DatasetWriter, load_dataset, partial_of
+from swath.data.checksums import STATE
+from swath.data.datasets import DatasetWriter, described, opened, partial_of
 from swath.data.drawing import Draws
+from swath.data.files import check_size, damaged
 from swath.data.runs import Runs
 from swath.data.storage import Ring, Word
 from swath.errors import UsageError
@@ -27,7 +31,6 @@ from swath.tree import Key, nest
 
 __all__ = ["check_state", "load", "restore", "save", "state_of"]
 
-_STATE = "replay.pt"
 _CHUNK = 1 << 26
 
 
@@ -63,34 +66,91 @@ def check_state(state: Mapping[str, Any], capacity: int) -> None:
         )
 
 
-def save(ring: Ring, draws: Draws, directory: str | Path) -> None:
+def save(ring: Ring, draws: Draws, directory: str | Path, checksum: bool = False) -> None:
     """Write frames and whatever else there is to know, in place of what was saved there before."""
     path, new, old = _paths(directory)
-    if path.exists() and not (path / _STATE).is_file():
+    if path.exists() and not (path / STATE).is_file():
         raise UsageError(f"{path} exists and is no saved replay buffer; name another directory.")
-    for leftover in (new, partial_of(new)):
-        shutil.rmtree(leftover, ignore_errors=True)
-    size = sum(column.tensor[:1].nbytes for column in ring.columns.values())
-    with ring:
-        numbers = ring.numbers()
-        with DatasetWriter(new, capacity=ring.capacity) as writer:
-            for part in np.array_split(numbers, -(-len(numbers) * size // _CHUNK) or 1):
-                rows = part % ring.capacity
-                frames = {key: column.take(rows) for key, column in ring.columns.items()}
-                writer.write(TensorDict(nest(frames), [len(part)]))
-        torch.save({**state_of(None, draws, ring.capacity), **_ledger(ring, draws)}, new / _STATE)
+    _remove(new)
+    try:
+        with ring:
+            _write(ring, draws, new, checksum)
+    except BaseException:
+        _remove(new)  # on a full disk it would take the room of whatever comes next
+        raise
     if path.exists():
         path.rename(old)
     new.rename(path)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load(directory: str | Path) -> tuple[TensorDict, dict[str, Any]]:
+def _remove(new: Path) -> None:
+    for leftover in (new, partial_of(new)):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _write(ring: Ring, draws: Draws, new: Path, checksum: bool) -> None:
+    size = sum(column.tensor[:1].nbytes for column in ring.columns.values())
+    numbers = ring.numbers()
+    with DatasetWriter(new, checksum=checksum, capacity=ring.capacity) as writer:
+        for part in np.array_split(numbers, -(-len(numbers) * size // _CHUNK) or 1):
+            rows = part % ring.capacity
+            frames = {key: column.take(rows) for key, column in ring.columns.items()}
+            writer.write(TensorDict(nest(frames), [len(part)]))
+        state = {**state_of(None, draws, ring.capacity), **_ledger(ring, draws)}
+        (partial_of(new) / STATE).write_bytes(_as_bytes(state))
+
+
+def _as_bytes(state: dict[str, Any]) -> memoryview:
+    """Return what `torch.save` makes of a state; of a full disk it would say nothing of use."""
+    out, options = io.BytesIO(), torch.serialization
+    before = options.get_crc32_options()
+    options.set_crc32_options(True)  # the user may have done without them; `_read_state` does not
+    try:
+        torch.save(state, out)
+    finally:
+        options.set_crc32_options(before)
+    return out.getbuffer()
+
+
+def load(directory: str | Path, verify: bool = False) -> tuple[TensorDict, dict[str, Any]]:
     """Return the frames, memory-mapped, and the rest."""
     path = _paths(directory)[0]
-    if not (path / _STATE).is_file():
-        raise UsageError(f"{path} is no saved replay buffer: it has no {_STATE}.")
-    return load_dataset(path), torch.load(path / _STATE, weights_only=True)
+    if not (path / STATE).exists():
+        raise UsageError(f"{path} is no saved replay buffer: it has no {STATE}.")
+    found = described(path, verify)
+    state = _read_state(path / STATE, found.frames)
+    return opened(found)[0], state
+
+
+def _read_state(path: Path, frames: int) -> dict[str, Any]:
+    """Return what was saved beside so many frames."""
+    check_size(path)
+    content = io.BytesIO(path.read_bytes())
+    try:
+        with zipfile.ZipFile(content) as archive:  # torch does not look at the checksums in there
+            broken = archive.testzip()
+        if broken is not None:
+            raise zipfile.BadZipFile(f"{broken} in it was changed")
+        content.seek(0)
+        state = torch.load(content, map_location="cpu", weights_only=True)
+        numbers = state["numbers"]
+        good = _are_numbers(numbers, state["words"]) and isinstance(state["sampler"], dict)
+    except Exception as error:  # torch and zipfile raise a dozen kinds
+        raise damaged(path, f"cannot be read ({error})", "the state of a buffer expected") from None
+    if not good or len(numbers) != frames:
+        raise damaged(path, "is not about these frames", f"the numbers of {frames} were expected")
+    return state
+
+
+def _are_numbers(numbers: torch.Tensor, words: torch.Tensor) -> bool:
+    """Tell whether these can be the numbers of frames, and the words of their ledger."""
+    if numbers.ndim != 1 or words.shape != (Word.RUNS,):
+        return False
+    if not numbers.dtype == words.dtype == torch.int64 or words.min() < 0 or not len(numbers):
+        return False
+    claimed = words[Word.CLAIMED]
+    return bool(0 <= numbers[0] <= numbers[-1] < claimed and (numbers.diff() > 0).all())
 
 
 def restore(

@@ -20,9 +20,9 @@ again. On the heap the same locks are between threads.
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -32,46 +32,51 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from swath.data.columns import WORTH_THREADS, Column, HostColumn, Record, Span, column_of
-from swath.data.datasets import (
+from swath.data.datasets import claimed, partial_of, write_about
+from swath.data.files import (
     ABOUT,
+    check_size,
+    count_in,
+    make_files,
+    read_description,
+    read_json,
+    write_meta,
+)
+from swath.data.ledger import (
+    CLOSED,
+    ERROR_BYTES,
+    FAILED,
     LEDGER,
     LEDGER_WORDS,
-    claimed,
-    make_columns,
-    partial_of,
-    write_about,
+    OPEN,
+    Word,
+    check_ledger,
+    ledger_size,
 )
+from swath.data.room import reserve
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
 from swath.shield import Shield
 from swath.tree import Key, nest
 
-__all__ = ["Handle", "Ring", "make_ring", "open_ring"]
+__all__ = [
+    "CLOSED",
+    "ERROR_BYTES",
+    "FAILED",
+    "OPEN",
+    "Handle",
+    "Ring",
+    "Word",
+    "attach",
+    "holds_ring",
+    "make_ring",
+    "open_ring",
+]
 
 
-class Word:
-    """The words of a ledger, shared by all who use it."""
-
-    CLAIMED = 0  # frames for which there was ever a row
-    FLOOR = 1  # the number of the first one since `empty`
-    HELD = 2  # rows that are whole
-    WRITTEN = 3  # frames written
-    CLEARED = 4  # how many of them before the last `empty`
-    DRAWN = 5  # samples drawn
-    NEWEST = 6  # the newest policy version
-    RUNS = 7  # whether begins and before are kept
-    BUSY = 8  # whether somebody changes the ledger
-    STATE = 9  # OPEN, CLOSED or FAILED
-    ERROR = 10  # bytes of the error
-    FREE = 11  # how many do not want writers to be held back
-
-
-OPEN, CLOSED, FAILED = range(3)
 _Tensors = Mapping[Key, torch.Tensor]
-ERROR_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -193,9 +198,14 @@ class Ring:
         if self._descriptor is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
         if self.words[Word.BUSY]:  # who had it was killed
-            self.words[Word.HELD] = self._count_whole([(0, self.capacity, 0)])
+            self._complete_change()
         self.words[Word.BUSY] = 1
         return self
+
+    def _complete_change(self) -> None:
+        """Take out what a writer meant to that was killed while it had the ledger, and count."""
+        self.stamps[np.abs(self.stamps) <= self.window()[0]] = 0
+        self.words[Word.HELD] = self._count_whole([(0, self.capacity, 0)])
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.words[Word.BUSY] = kind is not None
@@ -332,10 +342,6 @@ class Ring:
         return self._error[: self.words[Word.ERROR]].tobytes()
 
 
-def _block_size(capacity: int) -> int:
-    return -(-(8 * (LEDGER_WORDS + 3 * capacity) + ERROR_BYTES) // 64) * 64
-
-
 def _fields(columns: _Tensors) -> tuple[Field, ...]:
     return tuple(Field(key, tuple(one.shape[1:]), one.dtype) for key, one in columns.items())
 
@@ -381,7 +387,7 @@ def make_ring(frames: _Tensors, capacity: int, storage: str, directory: Path | N
         assert directory is not None
         _make_files(frames, capacity, directory)
         return open_ring(capacity, directory)
-    fields, size = _fields(frames), _block_size(capacity)
+    fields, size = _fields(frames), ledger_size(capacity)
     nbytes = _layout(fields, capacity)[0].nbytes
     if storage == "shared":
         return attach(fields, capacity, SharedMemory(size + nbytes))
@@ -395,7 +401,7 @@ def attach(
     fields: Iterable[Field], capacity: int, memory: SharedMemory, directory: Path | None = None
 ) -> Ring:
     """Return a ring on memory that the maker of the buffer has sent."""
-    block, rest = np.split(memory.array, [_block_size(capacity)])
+    block, rest = np.split(memory.array, [ledger_size(capacity)])
     if directory is not None:
         return Ring(_mapped(directory), block, memory, directory)
     columns, record = _columns(fields, torch.from_numpy(rest), capacity)
@@ -405,28 +411,39 @@ def attach(
 def _make_files(frames: _Tensors, capacity: int, directory: Path) -> None:
     """Write files for `capacity` frames beside the directory, and give them its name."""
     partial = partial_of(claimed(directory))
-    columns = make_columns(partial, {key: value[:1].cpu() for key, value in frames.items()})
-    for column in columns.values():
-        column.cut(capacity)  # longer, rather: what is not written yet takes no room
-    tensors = {key: column.load(capacity) for key, column in columns.items()}
-    TensorDict(nest(tensors), [capacity]).memmap_(partial)
-    with (partial / LEDGER).open("wb") as file:
-        file.truncate(_block_size(capacity))
-    write_about(partial, {"capacity": capacity})
+    try:
+        columns = make_files(partial, frames)
+        files = {column.path: column.nbytes(capacity) for column in columns.values()}
+        reserve(directory, {**files, partial / LEDGER: ledger_size(capacity)})
+        write_meta(partial, columns, capacity)
+        write_about(partial, {"capacity": capacity})
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if directory.is_dir():
         directory.rmdir()
     partial.rename(directory)
 
 
+def holds_ring(directory: Path) -> bool:
+    """Tell whether a directory is that of a buffer, even if it is one that has lost a file."""
+    if (directory / LEDGER).exists():
+        return True
+    return (directory / ABOUT).exists() and "frames" not in read_json(directory / ABOUT)
+
+
 def open_ring(capacity: int, directory: Path) -> Ring:
     """Return the ring that a directory holds, as its last writer left it."""
-    about = json.loads((directory / ABOUT).read_text())
-    if about["capacity"] != capacity:
+    about = read_json(directory / ABOUT)
+    known = count_in(directory / ABOUT, about, "capacity", 1)
+    if known != capacity:
         raise UsageError(
-            f"{directory} has a buffer with capacity={about['capacity']}, not {capacity}; give the "
-            "same, or name another directory."
+            f"{directory} has a buffer with capacity={known}, not {capacity}; give the same, or "
+            "name another directory."
         )
-    memory = SharedMemory(_block_size(capacity), os.open(directory / LEDGER, os.O_RDWR))
+    columns, ledger = read_description(directory).columns, directory / LEDGER
+    check_size(ledger, ledger_size(capacity))
+    memory = SharedMemory(ledger_size(capacity), os.open(ledger, os.O_RDWR))
     assert memory.descriptor is not None
     try:
         fcntl.flock(memory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -434,6 +451,8 @@ def open_ring(capacity: int, directory: Path) -> Ring:
         raise UsageError(
             f"{directory} is open in another buffer; close that one, or attach to it."
         ) from None
+    check_ledger(ledger, memory.array, capacity)
+    reserve(directory, {column.path: column.nbytes(capacity) for column in columns.values()})
     ring = Ring(_mapped(directory), memory.array, memory, directory)
     ring.stamps[ring.stamps < 0] = 0  # what a killed writer had begun
     ring.words[Word.BUSY], ring.words[Word.STATE], ring.words[Word.FREE] = 1, OPEN, 0
@@ -441,8 +460,5 @@ def open_ring(capacity: int, directory: Path) -> Ring:
 
 
 def _mapped(directory: Path) -> _Tensors:
-    flat = TensorDict.load_memmap(directory).items(True, True)
-    return {
-        (key,) if isinstance(key, str) else tuple(key): value.as_subclass(torch.Tensor)
-        for key, value in flat
-    }
+    columns = read_description(directory).map()
+    return {key: value.as_subclass(torch.Tensor) for key, value in columns.items()}

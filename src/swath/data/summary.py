@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from swath.data.datasets import ABOUT, opened
+from swath.data.datasets import described, opened
 from swath.data.frames import leaves
 from swath.observe import Episodes
 from swath.rollout import keys
@@ -26,9 +25,9 @@ def describe(directory: str | Path) -> dict[str, Any]:
         `"episodes"`, `"return"` and `"length"`. A buffer whose ring has come round has lost the
         first frames of its oldest trajectories, which then look shorter than they were.
     """
-    data, rows = opened(directory)
-    about = json.loads((Path(directory) / ABOUT).read_text())
-    about.pop("frames", None)
+    found = described(directory)
+    data, rows = opened(found)
+    about = {name: value for name, value in found.about.items() if name != "frames"}
     columns = leaves(data)
     size = sum(value[:1].nbytes for value in columns.values())
     return {

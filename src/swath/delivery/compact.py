@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 
 from swath.errors import UsageError
-from swath.rollout.keys import FINAL, FINAL_OBS, TRAJ_IDS, following
+from swath.rollout.keys import FINAL, FINAL_OBS, MASK, TRAJ_IDS, following
 
 __all__ = ["restore_next"]
 
@@ -15,7 +15,7 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
     """Return the batch with `("next", observation)`, true last observations included.
 
     The batch must hold its rows in the order of time, as it was delivered; envs may be left out or
-    reordered.
+    reordered. Of a batch that was split into trajectories, the padding is zero.
 
     Args:
         batch: What a collector with `compact_obs=True` delivered, `[..., T]`.
@@ -27,7 +27,8 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
     ids = batch[TRAJ_IDS]
     follows = torch.zeros_like(inside)
     follows[..., :-1] = ids[..., :-1] == ids[..., 1:]
-    if (inside & ~follows).any():
+    # Padding (see split.py) points to the next row as well, and stands in the last one, too.
+    if (inside & ~follows & batch.get(MASK, torch.ones_like(inside))).any():
         raise UsageError(
             "some rows of this batch are not followed by the next row of their trajectory, so "
             "their next observation is not here. Call restore_next before slicing over time."
@@ -38,10 +39,10 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
         key = (name,) if isinstance(name, str) else name
         observation = batch[key]
         restored = torch.empty_like(observation)
-        time = index.ndim - 1
-        restored.narrow(time, 0, index.shape[-1] - 1).copy_(
-            observation.narrow(time, 1, index.shape[-1] - 1)
-        )
+        time, steps = index.ndim - 1, index.shape[-1]
+        if steps:
+            restored.narrow(time, 0, steps - 1).copy_(observation.narrow(time, 1, steps - 1))
+            restored.narrow(time, steps - 1, 1).zero_()
         restored[~inside] = table[key][index[~inside]]
         out.set(following(key), restored)
     return out

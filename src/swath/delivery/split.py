@@ -16,7 +16,7 @@ from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, is_
 from torch import Tensor
 
 from swath.errors import UsageError
-from swath.rollout.keys import NEXT_DONE, TRAJ_IDS
+from swath.rollout.keys import FINAL, NEXT_DONE, TRAJ_IDS
 from swath.tree import Key
 
 __all__ = ["group_frames", "split_trajectories"]
@@ -149,7 +149,9 @@ class _Rows:
         leaves = {}
         for key, value in rollout.items(True, True, is_leaf=is_leaf_nontensor):
             if isinstance(value, Tensor):
-                leaves[key] = self._tensor(value.flatten(0, rollout.batch_dims - 1))
+                # Zero points to somebody's observation, -1 to the next row's: padding.
+                padding = -1 if key == FINAL else 0
+                leaves[key] = self._tensor(value.flatten(0, rollout.batch_dims - 1), padding)
             elif isinstance(value, NonTensorData):  # one value for all frames
                 leaves[key] = NonTensorData(value.data, batch_size=self._batch_size)
             else:
@@ -159,11 +161,11 @@ class _Rows:
                 )
         return TensorDict(leaves, self._batch_size, device=rollout.device)
 
-    def _tensor(self, frames: Tensor) -> Tensor:
+    def _tensor(self, frames: Tensor, padding: int) -> Tensor:
         device = frames.device
         if self._layout is None:
             rows = frames.index_select(0, self._cells.to(device))
-            rows.index_fill_(0, self._padding.to(device), 0)
+            rows.index_fill_(0, self._padding.to(device), padding)
             return rows.view(*self._batch_size, *frames.shape[1:])
         frames = frames.index_select(0, self._order.to(device))
         if self._layout is torch.strided:
