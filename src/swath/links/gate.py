@@ -35,6 +35,7 @@ from swath.errors import UsageError
 from swath.links.bell import Bell
 from swath.links.channel import Channel
 from swath.links.handshake import BUSY, SIZE, Hello, admission, proof
+from swath.links.limits import in_words
 
 __all__ = ["Arrival", "Gate", "dial", "guess_host", "new_secret"]
 
@@ -72,7 +73,8 @@ class Gate:
     def __init__(self, host: str, port: int, secret: bytes, patience: float) -> None:
         self._secret, self._patience = secret, patience
         try:
-            self._socket = socket.create_server((host, port), family=_family(host))
+            with in_words(f"cannot listen on {host} port {port}"):
+                self._socket = socket.create_server((host, port), family=_family(host))
         except OSError as error:
             raise UsageError(
                 f"cannot listen on {host} port {port}: {error.strerror}. Leave tcp_port out for a "

@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Any
 
 from swath.errors import ClosedError
-from swath.links import Link, pack
+from swath.links import Link, in_words, pack
 from swath.shield import Shield
 from swath.workers.messages import (
     Built,
@@ -68,7 +68,11 @@ class Crew:
         self._ended: dict[int, Died] = {}
         self._listening = threading.RLock()
         self._closing = threading.Lock()  # taken once, for ever
-        self._bell = os.pipe()
+        try:
+            self._bell = os.pipe()
+        except OSError:
+            self.place.close()
+            raise
         self._polled: tuple[tuple[int, Link], ...] | None = None
         self.shield = Shield()
         self._owner = os.getpid()
@@ -93,7 +97,9 @@ class Crew:
         with self._listening, self.shield:
             self._check_open()
             jobs = {number: pack(self._jobs[number], "the job") for number in numbers}
-            self._links.update(self.place.launch(jobs, self.shield))
+            who = f"worker {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} workers"
+            with in_words(f"{who} cannot be started"):
+                self._links.update(self.place.launch(jobs, self.shield))
             self._silent.update(numbers)
             for number in numbers:
                 self._owing[number] = deque([monotonic()])
