@@ -16,7 +16,6 @@ from swath.collectors.distributed import DistributedCollector
 from swath.envs import ParallelEnv
 from swath.errors import WorkerError
 from swath.links.gate import Gate
-from swath.links.link import end_all
 from swath.shield import Shield
 from swath.testing import CountingEnv
 from swath.workers.launchers import LocalLauncher
@@ -27,7 +26,9 @@ class Local:
     def __init__(self):
         self.links = LocalPlace().launch(dict.fromkeys(range(3), b""), Shield())
     def close(self):
-        end_all(self.links.values())
+        for link in self.links.values():
+            link.kill()
+            link.close()
 
 class Launching:
     def __init__(self):
