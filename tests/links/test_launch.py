@@ -14,7 +14,7 @@ import link_kit as kit
 import pytest
 
 from swath.errors import WorkerError
-from swath.links import ProcessLink, ProcessPort, launch, pack
+from swath.links import ProcessLink, ProcessPort, launch, pack, process
 from swath.links.launch import server_pid, stop_server
 from swath.memory import SharedMemory
 
@@ -250,6 +250,18 @@ def test_memory_and_the_flag_of_a_link():
     with pytest.raises(EOFError):
         link.receive()
     link.close()
+
+
+def test_a_worker_that_closes_its_connection_and_lives_on_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(process, "_LAST_WORDS", 0.1)
+    link = ProcessLink(kit.hang_up, b"")
+    assert link._channel.receive()[0] == "bye"
+    with pytest.raises(EOFError):
+        link.receive()
+    assert "did not end" in link.ended()
+    link.kill()
+    link.close()
+    assert kit.gone([link.pid])
 
 
 def serve_link(channel, payload):
