@@ -104,6 +104,26 @@ def test_an_exception_that_cannot_travel_is_told_all_the_same(backend):
         collect(collector, [])
 
 
+@pytest.mark.over("processes", "gloo", "rpc", "mpi", "ray", "ray-far")
+@pytest.mark.parametrize("megabytes", [50, 80])
+def test_an_exception_of_any_size_comes_whole_or_cut_to_its_words(backend, megabytes):
+    """More than any buffer on the way; more than 64 MB are told in words."""
+
+    def bad():
+        frame = np.zeros((megabytes, 1 << 20), np.uint8)
+        return CrashingEnv(at_step=4, exception=ValueError("no such frame", frame))
+
+    with make(backend, "sync", [bad, CountingEnv], on_worker_failure="raise") as collector:
+        with pytest.raises(EnvError, match="no such frame") as caught:
+            collect(collector, [])
+        cause = caught.value.__cause__
+        assert isinstance(cause, ValueError)
+        assert len(cause.args) == (2 if megabytes < 64 else 1)
+        if megabytes < 64:
+            assert cause.args[1].nbytes == megabytes << 20
+        collector.next()
+
+
 @pytest.mark.over("gloo", "rpc", "ray")
 def test_an_env_that_cannot_be_made_ends_the_construction(backend):
     def bad():

@@ -88,3 +88,10 @@ def gone(pids, within=20.0):
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.005)
     return not any(map(alive, pids))
+
+
+def hang_up(channel, payload):
+    """Close the connection and live on."""
+    channel.send("bye")
+    channel.close()
+    time.sleep(3600)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import threading
 
 import numpy as np
 import pytest
 
+from swath.links import channel
 from swath.links.channel import Channel, close_all
 
 
@@ -153,3 +156,41 @@ def test_closing_twice_is_nothing_and_sending_then_is_an_eof_error(ends):
     ends[0].close()
     with pytest.raises(EOFError):
         ends[0].send("too late")
+
+
+@pytest.mark.parametrize("size", [999, 1000, 1001, 1_000_000])
+def test_memory_is_made_for_what_comes_and_not_for_what_is_claimed(ends, size, monkeypatch):
+    monkeypatch.setattr(channel, "_AT_ONCE", 1000)
+    one, other = ends
+    body = os.urandom(size)
+    sender = threading.Thread(target=lambda: [one.send(body), one.send("next")])
+    sender.start()
+    assert other.receive() == (body, [])
+    assert other.receive() == ("next", [])
+    sender.join()
+
+
+@pytest.mark.parametrize("length", [1 << 39, 1 << 41, (1 << 64) - 1])
+def test_a_length_that_nobody_keeps_is_the_end_of_the_other_side(length):
+    ours, theirs = Channel.pair()
+    theirs.sendall(length.to_bytes(8, "little") + b"half")
+    theirs.close()
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()
+
+
+def test_the_wait_for_the_end_is_bounded_whatever_the_other_side_says(ends):
+    one, other = ends
+    stop = threading.Event()
+
+    def speak():
+        while not stop.is_set():
+            with contextlib.suppress(BlockingIOError):
+                other._socket.send(b"x", socket.MSG_DONTWAIT)
+
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    assert not one.await_end(0.2)
+    stop.set()
+    speaker.join()

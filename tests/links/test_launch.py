@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import link_kit as kit
 import pytest
 
 from swath.errors import WorkerError
-from swath.links import ProcessLink, ProcessPort, launch, pack
+from swath.links import ProcessLink, ProcessPort, launch, pack, process
 from swath.links.launch import server_pid, stop_server
 from swath.memory import SharedMemory
 
-module = sys.modules["swath.links.launch"]  # the package has a function of that name
+launching: Any = sys.modules[launch.__module__]  # the function has the name of its module
 
 
 @pytest.fixture
@@ -158,30 +160,79 @@ def test_when_the_fork_server_is_killed_its_workers_end_and_the_next_launch_work
     other.close(0.0)
 
 
-def test_a_server_that_is_killed_again_and_again_is_told_in_words(monkeypatch):
+def killed_at_start(monkeypatch, times):
+    """Let the next fork servers be killed as soon as they are started, so many times."""
     stop_server()
-    plain = module._Server.fork
+    start, started = launching._start_program, []
 
-    def killed(self, *request):
-        os.kill(self.pid, signal.SIGKILL)
-        return plain(self, *request)
+    def start_and_kill(theirs, ours):
+        server = start(theirs, ours)
+        started.append(server[0])
+        if len(started) <= times:
+            os.kill(server[0], signal.SIGKILL)
+        return server
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module._Server, "fork", killed)
-        with pytest.raises(WorkerError, match=r"fork server, .* ended 3 times in a row"):
+    monkeypatch.setattr(launching, "_start_program", start_and_kill)
+    return started
+
+
+def test_a_fork_server_that_is_killed_while_it_starts_is_started_again(monkeypatch):
+    started = killed_at_start(monkeypatch, 2)
+    worker = launch(kit.answer, b"after all")
+    assert worker.channel.receive()[0] == ("up", worker.pid, b"after all")
+    worker.close(0.0)
+    assert len(started) == 3
+
+
+def test_a_fork_server_that_is_killed_again_and_again_is_told_in_words(monkeypatch):
+    started = killed_at_start(monkeypatch, 1000)
+    with pytest.raises(WorkerError, match=r"fork server.*ended 5 times.*was killed by SIGKILL"):
+        launch(kit.answer, b"")
+    assert len(started) == 5
+    assert server_pid() is None
+    monkeypatch.undo()
+    worker = launch(kit.answer, b"at last")
+    assert worker.channel.receive()[0] == ("up", worker.pid, b"at last")
+    worker.close(0.0)
+
+
+def test_a_fork_server_that_is_stopped_does_not_hold_up_our_end(worker, monkeypatch):
+    monkeypatch.setattr(launching, "_ENDING", 0.1)
+    worker.channel.receive()
+    server = server_pid()
+    os.kill(server, signal.SIGSTOP)
+    worker.kill()
+    worker.close()  # nobody tells how it ended
+    stop_server()
+    assert kit.gone([server, worker.pid])
+
+
+def test_a_fork_server_outlives_a_worker_that_it_cannot_start(worker):
+    worker.channel.receive()
+    server = server_pid()
+    soft, hard = resource.prlimit(server, resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir(f"/proc/{server}/fd"))
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (open_now + 2, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
             launch(kit.answer, b"")
-    launch(kit.end, b"return").close()
+    finally:
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (soft, hard))
+    another = launch(kit.answer, b"")
+    another.close(0.0)
+    assert server_pid() == server
+    assert ask(worker, lambda: 5) == 5
 
 
 def test_after_ctrl_c_in_a_launch_workers_go_by_their_own_process_ids(worker, monkeypatch):
-    plain = module.socket.send_fds
+    plain = launching.socket.send_fds
 
     def interrupted(*request):
         plain(*request)
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.socket, "send_fds", interrupted)
+        patch.setattr(launching.socket, "send_fds", interrupted)
         with pytest.raises(KeyboardInterrupt):
             launch(kit.answer, b"")
     another = launch(kit.answer, b"")
@@ -215,6 +266,18 @@ def test_memory_and_the_flag_of_a_link():
     with pytest.raises(EOFError):
         link.receive()
     link.close()
+
+
+def test_a_worker_that_closes_its_connection_and_lives_on_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(process, "_LAST_WORDS", 0.1)
+    link = ProcessLink(kit.hang_up, b"")
+    assert link._channel.receive()[0] == "bye"
+    with pytest.raises(EOFError):
+        link.receive()
+    assert "did not end" in link.ended()
+    link.kill()
+    link.close()
+    assert kit.gone([link.pid])
 
 
 def serve_link(channel, payload):

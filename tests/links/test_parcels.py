@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swath.errors import EnvError, UsageError
+from swath.links import parcels
 from swath.links.parcels import RemoteTraceback, pack, pack_error, unpack, unpack_error
 
 
@@ -130,3 +131,54 @@ def test_errors_that_do_not_pickle_are_told_in_words():
     error = KeyError("x")
     error.lock = threading.Lock()
     assert "KeyError" in str(unpack_error(pack_error(raised(error))))
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("no")
+
+
+def test_an_error_that_cannot_say_anything_is_named():
+    back = unpack_error(pack_error(raised(Mute(threading.Lock()))))
+    assert str(back) == "Mute: (its message cannot be had: KeyError)"
+
+
+@pytest.mark.parametrize("cause", [None, KeyError("x")])
+@pytest.mark.parametrize("big", [bytes(1 << 20), "x" * (1 << 20)])
+def test_errors_of_any_size_come_whole_or_are_cut_to_their_words(big, cause, monkeypatch):
+    error = raised(ValueError("the frame", big), cause)
+    whole = pack_error(error)
+    assert unpack_error(whole).args == ("the frame", big)
+    monkeypatch.setattr(parcels, "_MOST_BYTES", 1 << 19)
+    cut = pack_error(error)
+    assert len(cut) < 100_000 < len(whole)
+    back = unpack_error(cut)
+    assert isinstance(back, ValueError)
+    assert str(back).startswith("('the frame', ")
+    assert "characters left out" in str(back)
+    last = back
+    while last.__cause__ is not None:
+        last = last.__cause__
+    assert "characters left out" in str(last)
+
+
+def test_what_we_say_of_a_large_error_is_cut_and_keeps_where_it_was():
+    cause = ValueError("x" * (1 << 20))
+    error = EnvError(f"the env raised {cause}", worker=1, env=2, step=3, seed=4)
+    back = unpack_error(pack_error(raised(error, cause)))
+    assert (back.worker, back.env, back.step, back.seed) == (1, 2, 3, 4)
+    assert len(str(back)) < 30_000
+    assert str(back).endswith("[worker 1, env 2, step 3, seed 4]")
+    assert back.__cause__.args == cause.args
+
+
+def test_an_error_of_a_class_that_is_not_known_here_is_told_in_words(monkeypatch):
+    parcel = pack_error(raised(Known("it is"), KeyError("x")))
+    monkeypatch.delitem(globals(), "Known")
+    back = unpack_error(parcel)
+    assert (type(back), str(back)) == (RuntimeError, "Known: it is")
+    assert isinstance(back.__cause__, KeyError)
+
+
+class Known(Exception):
+    """Of a module that only the worker has."""

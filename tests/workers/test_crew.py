@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ from swath.workers.messages import (
     Attach,
     Begin,
     Built,
+    Call,
     Collect,
     Detach,
     Died,
@@ -66,6 +68,27 @@ class Started:
 
     def __exit__(self, *_):
         self.crew.close(2.0)
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_message_does_not_hold_up_the_end():
+    with Started(CountingEnv) as crew:
+        crew.order(0, Call(pack(lambda about: bytes(50_000_000), "it")))
+        link = crew.links[0]
+        while not link.waits():
+            time.sleep(0.001)
+        os.kill(link.pid, signal.SIGSTOP)
+
+        def listen():
+            with contextlib.suppress(ClosedError):
+                crew.next()
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        while link.waits():  # until it has read what there is of it
+            time.sleep(0.001)
+        crew.close(0.1)
+        listener.join()
+        assert kit.gone([link.pid])
 
 
 def test_workers_answer_what_they_are_asked():

@@ -30,6 +30,7 @@ from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
 from swath.collectors.options import Options, Scope
 from swath.collectors.single import plan_of
 from swath.collectors.storing import Storing
+from swath.links import in_words
 from swath.memory import Layout
 from swath.memory.weights import WeightBlock
 from swath.observe import Episodes, Shares
@@ -86,7 +87,8 @@ class CrewedCollector(BaseCollector):
         self._episodes, self._shares = Episodes(0), Shares()
         self._first_collect: float | None = None
         self._unplaced: dict[int, Died] = {}  # those who look for a place, and why they have none
-        self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
+        with in_words("no workers can be started"):
+            self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
         self._shield = self._crew.shield
         self._slabs = self._crew.place.slabs(self._crew)
         self._storing = Storing(parsed, self._finishing, self._crew, self._supervisor)

@@ -57,7 +57,7 @@ from swath.envs.hosted import (
 from swath.envs.info import InfoNames
 from swath.envs.joined import check_equal
 from swath.errors import UsageError, WorkerError
-from swath.links import Bell, ProcessLink, pack
+from swath.links import Bell, ProcessLink, in_words, pack
 from swath.links.launch import ending, in_worker
 from swath.links.parcels import unpack_error
 from swath.memory import SharedMemory, Slab, fence
@@ -114,7 +114,8 @@ class ParallelEnv(Env):
                     "a callable that makes an env."
                 )
         workers = min(num_envs, num_workers or len(os.sched_getaffinity(0)))
-        super().__init__(ParallelGroup(makers, workers, info_keys))
+        with in_words(f"a ParallelEnv with {workers} processes cannot be made"):
+            super().__init__(ParallelGroup(makers, workers, info_keys))
 
 
 class ParallelGroup(Group):

@@ -3,7 +3,8 @@
 from swath.links.bell import Bell
 from swath.links.channel import Channel
 from swath.links.launch import Launched, launch
-from swath.links.link import Link
+from swath.links.limits import in_words
+from swath.links.link import Link, end_all
 from swath.links.parcels import pack, unpack
 from swath.links.process import ProcessLink, ProcessPort
 
@@ -14,6 +15,8 @@ __all__ = [
     "Link",
     "ProcessLink",
     "ProcessPort",
+    "end_all",
+    "in_words",
     "launch",
     "pack",
     "unpack",

@@ -10,6 +10,8 @@ __all__ = ["Bell"]
 class Bell:
     """Counts rings until somebody takes them; its descriptors can be sent to another process."""
 
+    descriptors: tuple[int, ...] = ()
+
     def __init__(self, descriptors: tuple[int, ...] | None = None) -> None:
         if descriptors is None:
             descriptors = (os.eventfd(0),) if hasattr(os, "eventfd") else os.pipe()
@@ -33,8 +35,11 @@ class Bell:
 
     def close(self) -> None:
         """Give the descriptors back."""
-        for descriptor in self.descriptors:
+        descriptors, self.descriptors = self.descriptors, ()
+        for descriptor in descriptors:
             os.close(descriptor)
+
+    __del__ = close  # of one among many when the next could not be made
 
 
 _ONE = (1).to_bytes(8, "little")

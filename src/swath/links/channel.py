@@ -18,12 +18,17 @@ import socket
 import struct
 from array import array
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any
 
 __all__ = ["Channel"]
 
 _LENGTH = struct.Struct("=Q")
 _MOST_DESCRIPTORS = 8
+_LARGEST = 1 << 40
+"""Bytes of a message; a length beyond is none, and the other side speaks of something else."""
+_AT_ONCE = 1 << 26
+"""Bytes of a message that memory is made for before they come."""
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EBADF}  # the last: closed here
 _GONE |= {errno.ENETUNREACH, errno.EHOSTUNREACH}  # cut off for so long that it was given up
 
@@ -87,18 +92,22 @@ class Channel:
         return pickle.loads(self._exactly(_LENGTH.unpack(head)[0])), descriptors
 
     def _exactly(self, count: int) -> bytearray:
-        body = bytearray(count)
-        view = memoryview(body)
-        while view:
+        """Return so many bytes; beyond `_AT_ONCE` memory is made for what comes, not for claims."""
+        if count > _LARGEST:
+            raise EOFError("the other side says what is no message")
+        body, filled = bytearray(min(count, _AT_ONCE)), 0
+        while filled < count:
+            if filled == len(body):
+                body += bytes(min(filled, count - filled))
             try:
-                got = self._socket.recv_into(view)
+                got = self._socket.recv_into(memoryview(body)[filled:])
             except OSError as error:
                 if error.errno not in _GONE:
                     raise
                 got = 0
             if not got:
                 raise EOFError("the other side is gone")
-            view = view[got:]
+            filled += got
         return body
 
     def waits(self) -> bool:
@@ -120,10 +129,12 @@ class Channel:
 
     def await_end(self, timeout: float | None) -> bool:
         """Wait until the other side has closed, whatever it says before; False if it has not."""
+        until = None if timeout is None else monotonic() + timeout
         try:
             self._socket.settimeout(timeout)
             while self._socket.recv(1 << 16):
-                pass
+                if until is not None:  # for all of it: it may have much to say
+                    self._socket.settimeout(max(0.0, until - monotonic()))
         except OSError as error:
             return not isinstance(error, (TimeoutError, BlockingIOError))
         return True

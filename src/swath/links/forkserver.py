@@ -13,7 +13,9 @@ process closes or your process ends in any other way. It has one thread and neve
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import os
@@ -34,6 +36,8 @@ __all__ = ["PLAIN", "STATUS", "WITH_COMPILER", "serve"]
 PLAIN, WITH_COMPILER = b"p", b"c"
 """Requests: for a worker, and for one that will compile, or import what does."""
 STATUS = struct.Struct("=q")
+_GIVEN = 4
+"""Descriptors with a request: channel, output, errors, and where to tell how the worker ended."""
 _PDEATHSIG = 1
 
 in_worker: int | None = None
@@ -108,11 +112,29 @@ def _reap(statuses: dict[int, int]) -> None:
 
 def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[int]) -> bool:
     """Fork one worker, without our own descriptors; False if nobody asks any more."""
-    head, descriptors, _, _ = socket.recv_fds(requests, 1, 8)
+    try:
+        head, descriptors, _, _ = socket.recv_fds(requests, 1, 8)
+    except ConnectionResetError:  # killed with our last answer unread
+        return False
     if not head:
         return False
     if head == WITH_COMPILER:  # once for all workers, instead of in each
-        importlib.import_module(COMPILER)
+        with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
+            importlib.import_module(COMPILER)
+    try:
+        pid = _forked(descriptors, statuses, own)
+    except OSError as error:  # of one worker that cannot be; all others go on
+        close_all(descriptors)
+        pid = -(error.errno or errno.EIO)
+    with contextlib.suppress(BrokenPipeError):  # as the next look at the requests tells
+        requests.sendall(STATUS.pack(pid))
+    return True
+
+
+def _forked(descriptors: list[int], statuses: dict[int, int], own: Sequence[int]) -> int:
+    """Return the process of a new worker, which has these descriptors but the last."""
+    if len(descriptors) < _GIVEN:  # the kernel gives no more than we may have
+        raise OSError(errno.EMFILE, "not all descriptors have come")
     *for_worker, status = descriptors
     server = os.getpid()
     pid = os.fork()
@@ -123,8 +145,7 @@ def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[int
         become_worker(for_worker, server)
     close_all(for_worker)
     statuses[pid] = status
-    requests.sendall(STATUS.pack(pid))
-    return True
+    return pid
 
 
 def become_worker(descriptors: Sequence[int], parent: int) -> None:

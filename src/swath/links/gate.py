@@ -1,28 +1,29 @@
-"""The door through which workers on other machines come in.
+"""The gate through which workers on other machines come in.
 
 ```
- worker                          gate (a thread of your process)
+ worker                          gate (one thread of your process)
    | ------ connects ------------> |
-   | <----- nonce ---------------- |
-   | --- proof, own nonce -------> |   a wrong proof, or none in time: refused, logged, closed
-   | <----- proof ---------------- |
-   | --- who I am ---------------> |   the first thing that is unpickled, on either side
+   | <----- handshake -----------> |   links/handshake.py; not in time: refused, logged, closed
+   | ====== channel =============> |   an arrival, until it is fetched
 ```
 
-Both sides prove that they know the secret of the run, so neither unpickles a byte of a stranger.
-The gate owns the listening socket and whoever has come in but was not fetched yet; each greeting
-has a thread of its own, so a stranger who says nothing holds nobody up.
+The gate owns the listening socket, newcomers, and whoever has come in but was not fetched yet.
+One thread hears them all and never waits for one of them, so strangers cost a bounded number of
+descriptors, no thread and some bytes, whatever they do: of more than it has room for, those are
+dropped first that came first and have proved nothing. It ends when the gate is closed and for no
+other reason: nobody could replace a worker any more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
+import math
 import os
 import re
 import secrets
+import select
 import socket
 import subprocess
 import threading
@@ -31,22 +32,22 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 
 from swath.errors import UsageError
+from swath.links.bell import Bell
 from swath.links.channel import Channel
+from swath.links.handshake import BUSY, SIZE, Hello, admission, proof
+from swath.links.limits import in_words
 
-__all__ = ["Arrival", "Gate", "Hello", "dial", "guess_host"]
+__all__ = ["Arrival", "Gate", "dial", "guess_host", "new_secret"]
 
 _log = logging.getLogger("swath")
-_SIZE = 32
+_MOST = 64
+"""Newcomers at once; fewer, if this process may have few descriptors."""
+_REST = 0.01
+"""Seconds that newcomers are left in peace after one of them was dropped."""
 _RETRY = 0.2
-
-
-@dataclass(frozen=True)
-class Hello:
-    """Who comes in."""
-
-    number: int
-    host: str
-    pid: int
+"""Seconds until something is tried again that there was no room for."""
+_TELL_EVERY = 5.0
+"""Seconds between two lines of the log about newcomers for whom there was no room."""
 
 
 @dataclass(frozen=True)
@@ -65,48 +66,129 @@ class Gate:
         host: The address to listen on.
         port: The port; 0 for any that is free.
         secret: What workers must know.
-        patience: Seconds that a newcomer has for its greeting, and after which a connection that
-            does not answer is given up.
+        patience: Seconds that a newcomer has for all of its handshake, and after which a
+            connection that does not answer is given up.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, patience: float) -> None:
         self._secret, self._patience = secret, patience
         try:
-            self._socket = socket.create_server((host, port), family=_family(host))
+            with in_words(f"cannot listen on {host} port {port}"):
+                self._socket = socket.create_server((host, port), family=_family(host))
         except OSError as error:
             raise UsageError(
                 f"cannot listen on {host} port {port}: {error.strerror}. Leave tcp_port out for a "
                 "free one, or give another host."
             ) from error
+        self._socket.setblocking(False)
         self.host, self.port = host, self._socket.getsockname()[1]
+        descriptors = os.sysconf("SC_OPEN_MAX")
+        self._most = max(1, min(_MOST, descriptors // 8)) if descriptors > 0 else _MOST
+        self._newcomers: dict[int, _Newcomer] = {}  # by descriptor, the oldest first
         self._came: dict[int, Arrival] = {}
         self._change = threading.Condition()
-        self._closed = False
-        threading.Thread(target=self._accept, name="swath gate", daemon=True).start()
+        self._closed, self._resume, self._next_line = False, 0.0, 0.0
+        self._bell, self._poller = Bell(), select.poll()  # the bell wakes the thread
+        self._thread = threading.Thread(target=self._serve, name="swath gate", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._bell.close()
+            raise
 
-    def _accept(self) -> None:
-        while True:
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        self._poller.register(self._bell, select.POLLIN)
+        while not self._closed:
+            rests = self._resume > monotonic()
+            self._poller.register(self._socket, 0 if rests else select.POLLIN)
+            ready = {descriptor for descriptor, _ in self._poller.poll(self._milliseconds())}
+            for newcomer in [one for at, one in self._newcomers.items() if at in ready]:
+                self._hear(newcomer)
+            self._refuse_late()
+            if self._socket.fileno() in ready:  # last: who has proved itself is not dropped
+                self._accept_all()
+        for newcomer in self._newcomers.values():
+            newcomer.end.close()
+        self._socket.close()
+        with self._change:  # who closes has rung
+            self._bell.close()
+
+    def _milliseconds(self) -> int | None:
+        """Return how long to wait before somebody is too late, or there may be room again."""
+        now = monotonic()
+        until = [one.until for one in self._newcomers.values()][:1]  # the first is late first
+        until += [self._resume] if self._resume > now else []
+        return max(0, math.ceil((min(until) - now) * 1000)) if until else None
+
+    def _refuse_late(self) -> None:
+        now = monotonic()
+        for newcomer in [one for one in self._newcomers.values() if one.until <= now]:
+            self._refuse(newcomer, f"it took longer than {self._patience:g} s (link_timeout)")
+
+    def _hear(self, newcomer: _Newcomer) -> None:
+        try:
+            hello = newcomer.hear()
+            if hello is not None:
+                channel = _channel(newcomer.end, self._patience)
+                arrival = Arrival(hello, channel, newcomer.end.getsockname()[0])
+                self._forget(newcomer)
+                self._enter(arrival)
+        except Exception as error:  # whatever one can cause may only end that one
+            self._refuse(newcomer, error)
+
+    def _refuse(self, newcomer: _Newcomer, why: object) -> None:
+        _log.warning("refused a connection from %s: %s", newcomer.host, why)
+        self._forget(newcomer)
+        newcomer.end.close()
+
+    def _forget(self, newcomer: _Newcomer) -> None:
+        if self._newcomers.pop(newcomer.end.fileno(), None) is not None:
+            self._poller.unregister(newcomer.end)
+
+    def _accept_all(self) -> None:
+        """Accept who waits, but no more than there is room for before they are heard."""
+        for _ in range(self._most):
             try:
                 end, (host, *_) = self._socket.accept()
-            except OSError:  # closed
+            except BlockingIOError:
                 return
-            threading.Thread(target=self._greet, args=(end, host), daemon=True).start()
+            except ConnectionAbortedError:  # it has left already
+                continue
+            except OSError as error:  # mostly: no descriptor or memory is left
+                self._make_room(error.strerror)
+                return
+            try:
+                end.setblocking(False)
+                newcomer = _Newcomer(end, host, monotonic() + self._patience, self._secret)
+            except OSError:  # it has left already
+                end.close()
+                continue
+            self._newcomers[end.fileno()] = newcomer
+            self._poller.register(end, select.POLLIN)
+            if len(self._newcomers) > self._most:
+                self._make_room(f"more than {self._most} came at once")
 
-    def _greet(self, end: socket.socket, host: str) -> None:
-        try:
-            end.settimeout(self._patience)
-            nonce = os.urandom(_SIZE)
-            end.sendall(nonce)
-            answer = _exactly(end, 2 * _SIZE)
-            if not hmac.compare_digest(answer[:_SIZE], _proof(self._secret, b"worker", nonce)):
-                raise PermissionError("it does not know the secret")
-            end.sendall(_proof(self._secret, b"trainer", answer[_SIZE:]))
-            channel = _channel(end, self._patience)
-            hello, _ = channel.receive()
-            self._enter(Arrival(hello, channel, end.getsockname()[0]))
-        except (OSError, EOFError) as error:
-            _log.warning("refused a connection from %s: %s", host, error)
-            end.close()
+    def _make_room(self, why: str | None) -> None:
+        """Drop who has been here longest and proved nothing, and rest.
+
+        So all others have some time to be heard, and a flood does not take all of a core.
+        """
+        now = monotonic()
+        if now >= self._next_line:
+            self._next_line = now + _TELL_EVERY
+            _log.warning(
+                "there is no room for all who connect to port %d (%s): those are dropped that have "
+                "not proved yet that they are workers; workers come again",
+                self.port,
+                why,
+            )
+        strangers = [one for one in self._newcomers.values() if not one.proven]
+        self._resume = now + (_REST if strangers else _RETRY)
+        if strangers:
+            self._forget(strangers[0])
+            strangers[0].put_off()
 
     def _enter(self, arrival: Arrival) -> None:
         with self._change:
@@ -118,6 +200,8 @@ class Gate:
             self._change.notify_all()
         if earlier is not None:
             earlier.channel.close()
+
+    # -- your process ---------------------------------------------------------------------------
 
     def fetch(self, number: int, until: float, check: Callable[[], None]) -> Arrival | None:
         """Wait for a worker until a point of the monotonic clock; None if it does not come.
@@ -138,14 +222,63 @@ class Gate:
     def close(self) -> None:
         """Let nobody in any more."""
         with self._change:
-            self._closed = True
+            if not self._closed:
+                self._closed = True
+                self._bell.ring()
             came, self._came = self._came, {}
             self._change.notify_all()
         for arrival in came.values():
             arrival.channel.close()
+        if threading.current_thread() is not self._thread:  # the port is free when we return
+            self._thread.join()
+
+
+class _Newcomer:
+    """Somebody who has connected, and has not said yet who it is.
+
+    Args:
+        end: Its connection, which does not block.
+        host: From where.
+        until: When it must have done all of its handshake, by the monotonic clock.
+        secret: What it must know.
+    """
+
+    def __init__(self, end: socket.socket, host: str, until: float, secret: bytes) -> None:
+        self.end, self.host, self.until = end, host, until
+        self.proven = False
+        self._admission, self._heard = admission(secret), b""
+        say, self._wanted = next(self._admission)
+        self.end.send(say)  # a buffer that is empty takes it
+
+    def hear(self) -> Hello | None:
+        """Read what has come; return who it is once that is known.
+
+        Not a byte more is read than belongs to the handshake.
+        """
+        try:
+            more = self.end.recv(self._wanted - len(self._heard))
+        except BlockingIOError:
+            return None
+        if not more:
+            raise EOFError("it closed the connection before it had proved who it is")
+        self._heard += more
+        if len(self._heard) == self._wanted:
+            heard, self._heard = self._heard, b""
+            try:
+                say, self._wanted = self._admission.send(heard)
+            except StopIteration as admitted:
+                return admitted.value
+            self.proven = True
+            self.end.send(say)
+        return None
+
+    def put_off(self) -> None:
+        """Close, with the word that it may come again."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._socket.close()
+            self.end.send(BUSY)
+            self.end.shutdown(socket.SHUT_WR)
+            self.end.recv(2 * SIZE)  # what is unread when it closes would undo what was said
+        self.end.close()
 
 
 def dial(
@@ -153,37 +286,56 @@ def dial(
 ) -> tuple[Channel, str]:
     """Go through a gate; return the channel, and the address that this host is seen under.
 
-    A gate that is not there yet is tried again for `patience` seconds. One that was open when its
-    address was told, and refuses, is closed again.
+    A gate that is not there yet, or has no room now, is tried again for `patience` seconds. One
+    that was open when its address was told, and refuses, is closed again.
     """
     until = monotonic() + patience
     while True:
         try:
-            end = socket.create_connection((host, port), timeout=patience)
-            break
+            end = socket.create_connection((host, port), max(_RETRY, until - monotonic()))
         except OSError as error:
-            closed = is_open and isinstance(error, ConnectionRefusedError)
-            if closed or monotonic() >= until:
-                raise ConnectionError(f"nobody listens on {host} port {port}: {error}") from error
-            sleep(_RETRY)
-    nonce = _exactly(end, _SIZE)
-    own = os.urandom(_SIZE)
-    end.sendall(_proof(secret, b"worker", nonce) + own)
+            why = f"nobody listens on {host} port {port}: {error}"
+            cause: Exception = error
+            if is_open and isinstance(error, ConnectionRefusedError):
+                raise ConnectionError(why) from error
+        else:
+            try:
+                _prove(end, secret, f"{host} port {port}", until)
+                channel = _channel(end, patience)
+                end.sendall(Hello(number, socket.gethostname(), os.getpid()).packed())
+                return channel, end.getsockname()[0]
+            except PermissionError:
+                end.close()
+                raise
+            except (OSError, EOFError) as error:
+                end.close()
+                why, cause = f"{host} port {port} has not let us in: {error}", error
+        if monotonic() >= until:
+            raise ConnectionError(why) from cause
+        sleep(_RETRY)
+
+
+def _prove(end: socket.socket, secret: bytes, where: str, until: float) -> None:
+    """Be the worker's side of the handshake; PermissionError if the other is not our gate.
+
+    A gate that refuses has read our proof, and closes; what ends in another way was no refusal.
+    """
+    nonce = _exactly(end, SIZE, until)
+    own = os.urandom(SIZE)
+    end.sendall(proof(secret, b"worker", nonce) + own)
     try:
-        proof = _exactly(end, _SIZE)
-    except (EOFError, ConnectionResetError):
-        proof = b""
-    if not hmac.compare_digest(proof, _proof(secret, b"trainer", own)):
-        end.close()
-        raise PermissionError(f"{host} port {port} refused us, or has another secret")
-    channel = _channel(end, patience)
-    channel.send(Hello(number, socket.gethostname(), os.getpid()))
-    return channel, end.getsockname()[0]
+        answer = _exactly(end, SIZE, until)
+    except EOFError:
+        answer = b""
+    if answer == BUSY:
+        raise ConnectionAbortedError("too many others connect to it")
+    if not hmac.compare_digest(answer, proof(secret, b"trainer", own)):
+        raise PermissionError(f"{where} refused us, or has another secret")
 
 
 def new_secret() -> bytes:
     """Return a secret nobody can guess."""
-    return secrets.token_bytes(_SIZE)
+    return secrets.token_bytes(SIZE)
 
 
 def guess_host(slurm: bool = False) -> str:
@@ -208,17 +360,16 @@ def guess_host(slurm: bool = False) -> str:
     return "127.0.0.1"
 
 
-def _proof(secret: bytes, who: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, who + nonce, hashlib.sha256)
-
-
-def _exactly(end: socket.socket, count: int) -> bytes:
+def _exactly(end: socket.socket, count: int, until: float) -> bytes:
     got = b""
     while len(got) < count:
+        end.settimeout(max(_RETRY, until - monotonic()))
         more = end.recv(count - len(got))
         if not more:
-            raise EOFError("it closed the connection before it had proved who it is")
+            raise EOFError("it closed the connection")
         got += more
+        if monotonic() >= until:
+            raise TimeoutError("it is too slow")
     return got
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from time import monotonic, sleep
 from typing import Any
 
 from swath.errors import WorkerError
@@ -27,6 +29,10 @@ from swath.shield import Shield
 
 __all__ = ["Launched", "ending", "in_worker", "launch", "server_pid", "stop_server"]
 
+_TRIES = 5
+"""How often a fork server is started for one worker."""
+_ENDING, _LOOK = 5.0, 0.01
+"""Seconds for a process to be gone that was told to go, or killed; and between two looks at it."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _COMPILING = (b"torchrl", b"torch._dynamo")
 _TRIES = 3
@@ -47,7 +53,7 @@ class Launched:
     def __init__(self, pid: int, channel: Channel, sentinel: int) -> None:
         self.pid, self.channel, self.sentinel = pid, channel, sentinel
         self._code: int | None = None
-        self._closed = False
+        self._closed = self._killed = False
 
     def exit_code(self, timeout: float | None = 0.0) -> int | None:
         """Return how the process ended (minus the signal if by one); None if it runs still."""
@@ -59,6 +65,7 @@ class Launched:
     def kill(self) -> None:
         """End the process, whatever it is doing."""
         if self.exit_code() is None and not self._closed:
+            self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -66,9 +73,10 @@ class Launched:
         """Wait until the process has ended, kill it after `timeout` seconds, and let go of it."""
         if self._closed:
             return
-        if self.exit_code(timeout) is None:
+        # One that was killed ends at once, or hangs in the kernel, or nobody is there to tell.
+        if self.exit_code(_ENDING if self._killed else timeout) is None:
             self.kill()
-            self.exit_code(None)
+            self.exit_code(_ENDING)
         self._closed = True
         self.channel.close()
         os.close(self.sentinel)
@@ -94,20 +102,6 @@ def launch(target: Callable[[Channel, bytes], None], payload: bytes) -> Launched
         target: A function of an importable module.
         payload: What it needs, as bytes.
     """
-    ours, theirs = Channel.pair()
-    sentinel, status = os.pipe()
-    output, errors = _output(1), _output(2)
-    given = [theirs.fileno(), output, errors, status]
-    request = WITH_COMPILER if any(name in payload for name in _COMPILING) else PLAIN
-    try:
-        pid = _fork(request, given)
-    except BaseException:
-        ours.close()
-        os.close(sentinel)
-        raise
-    finally:
-        theirs.close()
-        close_all([output, errors, status])
     surroundings = {
         "environ": dict(os.environ),
         "cwd": os.getcwd(),
@@ -116,6 +110,21 @@ def launch(target: Callable[[Channel, bytes], None], payload: bytes) -> Launched
         "target": (target.__module__, target.__name__),
         "payload": payload,
     }
+    request = WITH_COMPILER if any(name in payload for name in _COMPILING) else PLAIN
+    ours, theirs = Channel.pair()
+    opened = list(os.pipe())  # numbers, that nobody closes who does not do so here
+    try:
+        opened.append(_output(1))
+        opened.append(_output(2))
+        sentinel, status, output, errors = opened
+        pid = _fork(request, [theirs.fileno(), output, errors, status])
+    except BaseException:
+        ours.close()
+        close_all(opened[:1])
+        raise
+    finally:
+        theirs.close()
+        close_all(opened[1:])
     with contextlib.suppress(EOFError):  # it has died already: the sentinel tells
         ours.send(surroundings)
     return Launched(pid, ours, sentinel)
@@ -125,7 +134,9 @@ def _output(number: int) -> int:
     """Return a copy of where this process writes, or nowhere."""
     try:
         return os.dup(number)
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
         return os.open(os.devnull, os.O_WRONLY)
 
 
@@ -151,17 +162,20 @@ class _Server:
             except (BrokenPipeError, ConnectionResetError):
                 told = b""
         if not told:
-            raise ServerGone
-        return int(STATUS.unpack(told)[0])
+            raise _ServerGone
+        (pid,) = STATUS.unpack(told)
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return int(pid)
 
-    def stop(self) -> None:
-        """End the server, and with it all workers."""
+    def stop(self) -> int:
+        """End the server, and with it all workers; return how it ended."""
         self._socket.close()
-        self._wait()
+        return self._wait()
 
 
-class ServerGone(Exception):
-    """The fork server was killed."""
+class _ServerGone(Exception):
+    """The fork server was killed; for `_fork`, which starts another."""
 
 
 def _start_program(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callable[[], Any]]:
@@ -173,7 +187,15 @@ def _start_program(theirs: socket.socket, ours: socket.socket) -> tuple[int, Cal
         stdin=subprocess.DEVNULL,
         env={**dict.fromkeys(_THREADS, "1"), **os.environ},
     )
-    return process.pid, process.wait
+
+    def wait_for_end() -> int:
+        try:
+            return process.wait(_ENDING)
+        except subprocess.TimeoutExpired:  # it is stopped, or stuck
+            process.kill()
+            return process.wait()
+
+    return process.pid, wait_for_end
 
 
 def _start_fork(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callable[[], Any]]:
@@ -181,7 +203,18 @@ def _start_fork(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callab
     pid = os.fork()
     if pid == 0:
         forkserver.serve_as_fork(theirs, parent)
-    return pid, lambda: os.waitpid(pid, 0)
+
+    def wait_for_end() -> int:
+        until, status = monotonic() + _ENDING, 0
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0] and monotonic() < until:
+            sleep(_LOOK)
+        if not ended[0]:
+            os.kill(pid, signal.SIGKILL)
+            ended = os.waitpid(pid, 0)
+        status = ended[1]
+        return os.waitstatus_to_exitcode(status)
+
+    return pid, wait_for_end
 
 
 _current: _Server | None = None
@@ -189,7 +222,10 @@ _guard = threading.Lock()
 
 
 def _fork(request: bytes, descriptors: list[int]) -> int:
-    """Return the pid of a new worker, from a new server if there is none or it was killed."""
+    """Return the pid of a new worker, from a new server if there is none or it was killed.
+
+    It may be killed at any moment, also while it starts; only if that goes on there is no worker.
+    """
     global _current
     with _guard:
         for _ in range(_TRIES):
@@ -197,13 +233,12 @@ def _fork(request: bytes, descriptors: list[int]) -> int:
                 _current = _Server()
             try:
                 return _current.fork(request, descriptors)
-            except ServerGone:
-                _current.stop()
-                _current = None
+            except _ServerGone:
+                gone, _current = _current, None  # first: there is none, whatever comes now
+                code = gone.stop()
     raise WorkerError(
-        f"no worker could be started: the fork server, which starts them, ended {_TRIES} times in "
-        "a row. Look for what kills it (often because the machine ran out of memory), and above "
-        "for what it printed."
+        f"no worker can be started: the process that forks them (the fork server) ended {_TRIES} "
+        f"times before it had. The last, process {gone.pid}, {ending(code)}"
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-__all__ = ["Link"]
+__all__ = ["Link", "end_all"]
 
 
 class Link(Protocol):
@@ -72,3 +73,12 @@ class Link(Protocol):
     def close(self, timeout: float | None = None) -> None:
         """Let go of the worker once it has ended; end it after `timeout` seconds."""
         ...
+
+
+def end_all(links: Iterable[Link]) -> None:
+    """End workers that are not wanted, since others could not be started, and let go of them."""
+    links = list(links)
+    for link in links:  # first all: they end side by side
+        link.kill()
+    for link in links:
+        link.close()

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
+import itertools
+import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
 
-from swath.errors import UsageError
+from swath.errors import SwathError, UsageError
 
-__all__ = ["RemoteTraceback", "pack", "pack_error", "unpack", "unpack_error"]
+__all__ = ["RemoteTraceback", "pack", "pack_error", "shortened", "unpack", "unpack_error"]
+
+_MOST_BYTES = 64 << 20
+"""Of an exception with all that it holds; there may be observations in it."""
+_MOST_TEXT = 20_000
+"""Characters of a message or a traceback that was not made to be read as a whole."""
 
 unpack = cloudpickle.loads
 
@@ -82,21 +90,89 @@ class RemoteTraceback(Exception):
 
 
 def pack_error(error: BaseException) -> bytes:
-    """Return an exception as bytes: itself, its cause and its traceback, as far as they travel."""
-    text = "".join(traceback.format_exception(error))
-    parts = []
-    for part in (error, error.__cause__):
-        try:
-            cloudpickle.loads(cloudpickle.dumps(part))  # some pickle, but do not come back
-        except Exception:
-            part = RuntimeError(f"{type(part).__name__}: {part}")
-        parts.append(part)
-    return cloudpickle.dumps((*parts, text))
+    """Return an exception as bytes: itself, its cause and its traceback, as far as they travel.
+
+    What is too large is cut to what it says, so that there is a bound on what travels.
+    """
+    text = shortened("".join(traceback.format_exception(error)))
+    parts = [_packed(part) for part in (error, error.__cause__) if part is not None]
+    return pickle.dumps((parts, text))
 
 
 def unpack_error(parcel: bytes) -> BaseException:
     """Return the exception; what it goes back to has the traceback of the other process."""
-    error, cause, text = unpack(parcel)
-    error.__cause__ = cause
-    (error if cause is None else cause).__cause__ = RemoteTraceback(text)
-    return error
+    parts, text = pickle.loads(parcel)
+    errors = [_unpacked(*part) for part in parts]
+    for error, cause in itertools.pairwise([*errors, RemoteTraceback(text)]):
+        error.__cause__ = cause
+    return errors[0]
+
+
+def shortened(text: str) -> str:
+    """Return a text, without its middle if it is very long."""
+    left_out = len(text) - _MOST_TEXT
+    if left_out <= 0:
+        return text
+    half = _MOST_TEXT // 2
+    return f"{text[:half]} ... ({left_out:,} characters left out) ... {text[-half:]}"
+
+
+def _packed(error: BaseException) -> tuple[bytes, str]:
+    """Return an exception as bytes, or what comes nearest to it, and what it says."""
+    try:
+        said = str(error)
+    except Exception as why:  # it is the user's class
+        said = f"(its message cannot be had: {type(why).__name__})"
+    words = f"{type(error).__name__}: {shortened(said)}"
+    is_long = isinstance(error, SwathError) and len(said) > _MOST_TEXT  # we put the user's in it
+    if not is_long:
+        try:
+            return _dumped(error), words
+        except (_TooLargeError, MemoryError):
+            pass
+        except Exception:  # it does not pickle
+            return b"", words
+    try:
+        return _dumped(_told(error, said)), words
+    except Exception:
+        return b"", words
+
+
+def _dumped(error: BaseException) -> bytes:
+    target = _Bounded()
+    cloudpickle.dump(error, target)
+    parcel = target.getvalue()
+    unpack(parcel)  # some pickle, but do not come back
+    return parcel
+
+
+def _told(error: BaseException, said: str) -> BaseException:
+    """Return an exception of the same type that only says the same, and is small."""
+    kind: Any = type(error)
+    text = shortened(said)
+    told: BaseException = kind.__new__(kind, text)  # what `__init__` wants is not known
+    told.args = (text,)
+    if isinstance(error, SwathError):
+        vars(told).update(vars(error))
+    return told
+
+
+def _unpacked(parcel: bytes, words: str) -> BaseException:
+    """Return an exception; in words if it did not pickle, or its class is not known here."""
+    try:
+        return unpack(parcel)
+    except Exception:
+        return RuntimeError(words)
+
+
+class _TooLargeError(Exception):
+    """An exception has more bytes than are sent; for `_packed`, which sends its words then."""
+
+
+class _Bounded(io.BytesIO):
+    """Takes no more bytes than an exception may have."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > _MOST_BYTES:
+            raise _TooLargeError
+        return super().write(data)

@@ -25,6 +25,9 @@ from swath.memory import SharedMemory
 
 __all__ = ["ProcessLink", "ProcessPort", "Wire"]
 
+_LAST_WORDS = 3.0
+"""Seconds for a process to end whose channel has ended."""
+
 
 class Wire:
     """Your process's end of a channel to a worker on this machine, and a flag that both see.
@@ -102,7 +105,12 @@ class ProcessLink(Wire):
         self._process = launch(target, payload)
         self.pid, self.sentinel = self._process.pid, self._process.sentinel
         self.name, self.host = f"process {self.pid}", socket.gethostname()
-        super().__init__(self._process.channel)
+        try:
+            super().__init__(self._process.channel)
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
 
     def exit_code(self, timeout: float | None = 0.0) -> int | None:
         """Return how the process ended; None if it has not."""
@@ -110,7 +118,10 @@ class ProcessLink(Wire):
 
     def ended(self) -> str:
         """Say how the process ended, now that it has."""
-        return ending(self.exit_code(None) or 0)
+        code = self.exit_code(_LAST_WORDS)
+        if code is None:  # it has closed its channel, and lives on
+            return "closed its connection and did not end; it was killed."
+        return ending(code)
 
     def kill(self) -> None:
         """End the worker, whatever it is doing."""

@@ -36,6 +36,7 @@ import torch.distributed as _dist
 
 from swath.errors import UsageError
 from swath.links.channel import Channel
+from swath.links.limits import check_descriptors
 from swath.links.remote import Bulk, wait_until
 
 dist: Any = _dist  # most of what is used here has no types
@@ -104,6 +105,7 @@ class TorchMedium:
 
 def store_on(host: str, patience: float) -> tuple[Any, int]:
     """Return a store that listens on one address only, and its port."""
+    check_descriptors()
     # It would listen everywhere if it were not given a socket.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, 0), family=family)
@@ -125,6 +127,7 @@ class TorchBulk:
     """One end of a pair."""
 
     def __init__(self, ticket: TorchTicket, store: Any, rank: int, own_host: str) -> None:
+        check_descriptors()
         self._peer = 1 - rank
         self._store = dist.PrefixStore(ticket.name, store)
         options = dist.ProcessGroupGloo._Options()

@@ -20,13 +20,13 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 from swath.errors import ClosedError
-from swath.links import Link, pack
+from swath.links import Link, in_words, pack
 from swath.shield import Shield
 from swath.workers.messages import (
     Built,
@@ -43,6 +43,8 @@ from swath.workers.place import LocalPlace, Place
 
 __all__ = ["Crew"]
 
+_WAKING = 0.5
+"""Seconds for who listens to hear that the crew closes."""
 _ANSWERS = (Built, Ready, Done, State, Value)
 
 
@@ -68,7 +70,11 @@ class Crew:
         self._ended: dict[int, Died] = {}
         self._listening = threading.RLock()
         self._closing = threading.Lock()  # taken once, for ever
-        self._bell = os.pipe()
+        try:
+            self._bell = os.pipe()
+        except OSError:
+            self.place.close()
+            raise
         self._polled: tuple[tuple[int, Link], ...] | None = None
         self.shield = Shield()
         self._owner = os.getpid()
@@ -93,7 +99,9 @@ class Crew:
         with self._listening, self.shield:
             self._check_open()
             jobs = {number: pack(self._jobs[number], "the job") for number in numbers}
-            self._links.update(self.place.launch(jobs, self.shield))
+            who = f"worker {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} workers"
+            with in_words(f"{who} cannot be started"):
+                self._links.update(self.place.launch(jobs, self.shield))
             self._silent.update(numbers)
             for number in numbers:
                 self._owing[number] = deque([monotonic()])
@@ -279,7 +287,7 @@ class Crew:
     def _close(self, timeout: float) -> None:
         os.write(self._bell[1], b"!")
         self.place.close()
-        with self._listening:
+        with self._listened_no_more(timeout):
             links, self._links = self._links, {}
             for link in links.values():
                 link.interrupt()
@@ -290,6 +298,22 @@ class Crew:
                 link.close(max(0.0, deadline - monotonic()))
             for end in self._bell:
                 os.close(end)
+
+    @contextlib.contextmanager
+    def _listened_no_more(self, timeout: float) -> Iterator[None]:
+        """Wait until nobody listens any more.
+
+        The bell does not wake who is in the middle of a message whose rest does not come, from a
+        worker that was stopped, say: the end of the worker does.
+        """
+        if not self._listening.acquire(timeout=min(timeout + _WAKING, threading.TIMEOUT_MAX)):
+            for link in list(self._links.values()):
+                link.kill()
+            self._listening.acquire()
+        try:
+            yield
+        finally:
+            self._listening.release()
 
 
 def _is_answer(report: Any) -> bool:

@@ -44,10 +44,16 @@ class LocalLauncher:
 
     def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
         """Start a process for each."""
-        return {
-            number: _Process(number, launch(main, pack((invitation, number), "the invitation")))
-            for number in numbers
-        }
+        started: dict[int, Started] = {}
+        try:
+            for number in numbers:
+                payload = pack((invitation, number), "the invitation")
+                started[number] = _Process(number, launch(main, payload))
+        except BaseException:
+            for one in started.values():
+                one.cancel()
+            raise
+        return started
 
     def close(self) -> None:
         """Nothing: the fork server serves others, too."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from swath.links import Link, ProcessLink
+from swath.links import Link, ProcessLink, end_all, in_words
 from swath.memory import Layout, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec
 from swath.shield import Shield
@@ -137,8 +137,15 @@ class LocalPlace:
 
     def launch(self, payloads: Mapping[int, bytes], shield: Shield) -> dict[int, Link]:
         """Start workers; see `Place`."""
-        with shield.lifted():
-            return {number: ProcessLink(main, payload) for number, payload in payloads.items()}
+        links: dict[int, Link] = {}
+        try:
+            with shield.lifted():
+                for number, payload in payloads.items():
+                    links[number] = ProcessLink(main, payload)
+        except BaseException:
+            end_all(links.values())
+            raise
+        return links
 
     def slabs(self, crew: Crew) -> Slabs:
         """Return slabs in shared memory."""
@@ -163,7 +170,8 @@ class SharedSlabs:
 
     def make(self, layout: Layout, spans: Mapping[int, tuple[int, int]]) -> Slab:
         """Return a slab; see `Slabs`."""
-        slab = Slab(layout, SharedMemory(layout.nbytes))
+        with in_words("no memory for a batch can be made"):
+            slab = Slab(layout, SharedMemory(layout.nbytes))
         slab.number = next(self._numbers)
         alive = weakref.ref(slab, self._unused.append)  # no Python code: Ctrl-C would be lost there
         self._alive[id(alive)] = (alive, slab.number)
@@ -217,7 +225,8 @@ class SharedSlabs:
 
 class _SharedWeights(WeightBlock):
     def __init__(self, crew: Crew, spec: WeightSpec) -> None:
-        self._own = SharedMemory(self.nbytes(spec, len(crew)))
+        with in_words("no memory for weights can be made"):
+            self._own = SharedMemory(self.nbytes(spec, len(crew)))
         self._shared: torch.Tensor | None = None
         if spec.gpu is not None:  # weights go from GPU to GPU, by CUDA IPC
             size = (2 * len(crew) + 2) * spec.nbytes

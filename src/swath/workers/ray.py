@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swath.errors import ClosedError, UsageError
-from swath.links import Link
+from swath.links import Link, end_all
 from swath.links.cluster import leave, needed, needs_of, no_place, session
 from swath.links.door import Door
 from swath.links.ray import RayLink
@@ -69,9 +69,7 @@ class RayPlace:
             for number, payload in payloads.items():
                 links[number] = self._launched(number, payload)
         except BaseException:
-            for link in links.values():
-                link.kill()
-                link.close()
+            end_all(links.values())
             raise
         return links
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from swath.errors import ClosedError, WorkerError
-from swath.links import Channel, Launched, Link, unpack
+from swath.links import Channel, Launched, Link, end_all, unpack
 from swath.links.gate import Arrival, Gate, dial
 from swath.links.remote import Bulk, RemoteLink, RemotePort
 from swath.memory import HeapMemory, Layout, Slab
@@ -181,9 +181,7 @@ class RemotePlace:
         except BaseException:
             for one in started.values():
                 one.cancel()
-            for link in links.values():
-                link.kill()
-                link.close()
+            end_all(links.values())
             raise
         return links
 
@@ -212,6 +210,9 @@ class RemotePlace:
                 f"worker {hello.number} on {hello.host} came and was lost: {error}",
                 worker=hello.number,
             ) from error
+        except BaseException:
+            channel.close()
+            raise
         name = f"rank {hello.number + 1} on {hello.host}, process {hello.pid}"
         return RemoteLink(
             channel, bulk, name, hello.pid, hello.host, started.process, started.cancel

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swath.errors import SwathError, WorkerError
-from swath.links.parcels import unpack_error
+from swath.links.parcels import shortened, unpack_error
 from swath.workers.messages import Died, Failed
 
 __all__ = ["Supervisor"]
@@ -61,6 +61,7 @@ def _located(error: BaseException, worker: int) -> BaseException:
         error.args = (f"{error} [worker {worker}]",)
         error.worker = worker  # type: ignore[attr-defined]
         return error
-    told = WorkerError(f"{type(error).__name__}: {error}; see the cause above", worker=worker)
+    said = f"{type(error).__name__}: {shortened(str(error))}; see the cause above"
+    told = WorkerError(said, worker=worker)
     told.__cause__ = error
     return told

@@ -1,0 +1,52 @@
+"""What to do and to say when this process may open nothing more."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from swath.errors import WorkerError
+
+__all__ = ["check_descriptors", "in_words"]
+
+_SCARCE = (errno.EMFILE, errno.ENFILE)
+_ENOUGH = 24
+"""Descriptors that one worker, and torch, can do with."""
+
+
+@contextmanager
+def in_words(what: str) -> Iterator[None]:
+    """Let an error that no descriptor is left say so, and what to do, as a `WorkerError`.
+
+    Whoever opens something closes it when it fails; here it is only told.
+
+    Args:
+        what: What could not be done.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch's own are the latter
+        if not any(os.strerror(one) in str(error) for one in _SCARCE):
+            raise
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = "any number" if hard == resource.RLIM_INFINITY else f"up to {hard}"
+        raise WorkerError(
+            f"{what}: too few file descriptors are left. This process may have {soft} at once "
+            "(ulimit -n), and needs some 4 for each worker process, 12 for one over gloo or RPC, "
+            "and 100 besides. Raise the limit before "
+            f"Python starts, such as by `ulimit -n 4096` ({most} is allowed), or use fewer workers."
+        ) from error
+
+
+def check_descriptors() -> None:
+    """Raise if hardly any descriptor is left, before torch tries again and again without any."""
+    opened: list[int] = []
+    try:
+        for _ in range(_ENOUGH):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for one in opened:
+            os.close(one)
