@@ -47,7 +47,11 @@ class Sampler(abc.ABC):
     def draw(
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
     ) -> np.ndarray | None:
-        """Return the numbers of frames of that shape, or None if there are not enough now."""
+        """Return the numbers of frames of that shape, or None if there are not enough now.
+
+        Asked again when frames were written or priorities updated, not before. Meanwhile writers
+        are not held back, whatever the reason.
+        """
 
     def extras(self, ring: Ring, index: np.ndarray) -> dict[str, np.ndarray]:
         """Return what stands beside the frames, by key."""

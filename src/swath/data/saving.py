@@ -105,6 +105,7 @@ def restore(
             tensor = ring.columns[key].tensor
             tensor[torch.from_numpy(rows)] = value.to(tensor.device)
         ring.words[: Word.RUNS] = state["words"].numpy().data
+        ring.words[Word.STARVED] = 0
         if runs is not None:
             runs.follow(ring, numbers)
         ring.stamps[rows] = numbers + 1
