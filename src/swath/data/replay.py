@@ -119,7 +119,7 @@ class ReplayBuffer:
         self._check_arguments(prefetch, pin_memory)
         self.sampler = _sampler(sampler)
         if batch_size is not None:
-            self.sampler.shape(batch_size)
+            self._shape(batch_size)
         self._prefetch = prefetch
         self._draws = Draws(
             self.sampler,
@@ -337,9 +337,20 @@ class ReplayBuffer:
 
         return self._drawn(self.batch_size, check)
 
+    def _shape(self, size: int) -> tuple[int, ...]:
+        """Return the batch size of what so many frames come as, if that can ever be drawn."""
+        shape = self.sampler.shape(size)
+        if (needs := self.sampler.needs(shape)) > self.capacity:
+            raise UsageError(
+                f"{type(self.sampler).__name__} cannot draw {shape} from a buffer with capacity="
+                f"{self.capacity}: that takes {needs} frames at once. Give a larger capacity, or "
+                "ask for less."
+            )
+        return shape
+
     def _drawn(self, size: int, check: Callable[[], None]) -> Any:
         """Wait until frames may be drawn, and return a batch of them."""
-        wanted = Wanted(self.sampler.shape(size), size)
+        wanted = Wanted(self._shape(size), size)
         batch = self._draws.attempt(self._ring, wanted)
         if batch is not None:
             return self._draws.finish(batch)

@@ -43,6 +43,10 @@ class Sampler(abc.ABC):
         """Return the batch size of what `batch_size` frames come as."""
         return (batch_size,)
 
+    def needs(self, shape: tuple[int, ...]) -> int:
+        """Return how many frames there must be at least to draw that shape."""
+        return 1
+
     @abc.abstractmethod
     def draw(
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
@@ -125,6 +129,9 @@ class UniformSampler(Sampler):
         self._left = np.empty(0, np.int64)
         self._lock = threading.Lock()
 
+    def needs(self, shape: tuple[int, ...]) -> int:
+        return 1 if self.replacement else shape[0]
+
     def draw(
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
     ) -> np.ndarray | None:
@@ -188,6 +195,9 @@ class SliceSampler(Sampler):
                 f"frames of all slices, for example {max(other, 1) * given}."
             )
         return (given, other) if self.num_slices is not None else (other, given)
+
+    def needs(self, shape: tuple[int, ...]) -> int:
+        return shape[1]
 
     def draw(
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
