@@ -294,6 +294,11 @@ class MultiCollector(CrewedCollector):
                 f"this state is of {len(state['workers'])} workers; this collector has "
                 f"{self.num_workers}."
             )
+        if self._storing.on and self._assembler is not None:
+            raise UsageError(
+                "with trajs_per_batch the workers put trajectories together by themselves since "
+                "start(), and this state has others; make a new collector, load it there, start it."
+            )
         inner = dict(zip(self._numbers, state["workers"], strict=True))
         self._ask_all(lambda number: PutState(inner[number]))
         self._held = deque(state["held"])
