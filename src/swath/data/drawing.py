@@ -94,7 +94,7 @@ class Draws:
         if ring is None:
             return None
         written = ring.words[Word.WRITTEN]
-        state = written, self.news
+        state = written, ring.words[Word.LOADED], self.news
         if state == wanted.tried or not self._begin(ring, wanted.size):
             return None
         batch = None

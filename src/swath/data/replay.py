@@ -119,7 +119,7 @@ class ReplayBuffer:
         self._check_arguments(prefetch, pin_memory)
         self.sampler = _sampler(sampler)
         if batch_size is not None:
-            self._shape(batch_size)
+            self.sampler.shape(batch_size)
         self._prefetch = prefetch
         self._draws = Draws(
             self.sampler,
@@ -178,7 +178,7 @@ class ReplayBuffer:
         try:
             self._write(batch)
         except BaseException:
-            self._runs = self._runs and Runs()  # what follows does not continue what was before
+            self._runs = None  # what follows does not continue what was before
             raise
 
     def _write(self, batch: TensorDictBase) -> None:
@@ -207,6 +207,7 @@ class ReplayBuffer:
                 )
             kept = min(frames, self.capacity)
             try:
+                self._runs = self._current_runs(ring)
                 spans, skip = ring.spans(first, kept), frames - kept
                 seen = ring.put(spans, values, lead, mask, skip)
                 if self._runs is not None and not self._follow_rows(ring, first, seen, lead):
@@ -218,6 +219,13 @@ class ReplayBuffer:
                 raise
             ring.commit(first, kept, frames, version)
             self.writes += 1
+
+    def _current_runs(self, ring: Ring) -> Runs | None:
+        """Return what notes trajectories, if anybody draws slices, in whatever process."""
+        if not ring.words[Word.RUNS]:
+            return None
+        runs = self._runs
+        return Runs(ring) if runs is None or runs.loaded != ring.words[Word.LOADED] else runs
 
     def _follow_rows(
         self, ring: Ring, first: int, seen: Mapping[Key, np.ndarray], lead: torch.Size
@@ -263,10 +271,7 @@ class ReplayBuffer:
                     f"{type(self.sampler).__name__} needs {keys.TRAJ_IDS} in the batches; got "
                     f"{[key_name(key) for key in ring.columns]}."
                 )
-            known, ring.words[Word.RUNS] = bool(ring.words[Word.RUNS]), 1
-            if not known:
-                Runs().follow(ring, ring.numbers())
-        self._runs = Runs() if ring.words[Word.RUNS] else None
+            Runs.begin(ring)
         self._ring = ring
         self.note_version(self._newest)
         if self._feeders:
@@ -470,10 +475,8 @@ class ReplayBuffer:
         values = leaves(TensorDict(state["frames"], [len(state["numbers"])]))
         ring = self._ring or self._allocate(values, 1)
         check_fit(ring.columns, values, 1)
-        runs = self._runs and Runs()
         with ring.writing:
-            saving.restore(ring, values, state, runs)
-            self._runs = runs
+            self._runs = saving.restore(ring, values, state)
         self.sampler.load_state_dict(ring, state["sampler"])
         self._draws.news = object()
 

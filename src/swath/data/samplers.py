@@ -148,12 +148,15 @@ class UniformSampler(Sampler):
         while len(self._left) and (missing := count - len(found)):
             some, self._left = self._left[:missing], self._left[missing:]
             found = np.concatenate([found, some[ring.whole(some)]])
-        if len(found) < count:
+        if missing := count - len(found):
             others = rng.permutation(np.setdiff1d(ring.numbers(), found))
-            found, self._left = np.concatenate([found, others]), found
-            if len(found) < count:
+            if len(others) < missing:
+                self._left = found
                 return None
-            found, self._left = found[:count], found[count:]
+            self._left = others[missing:]
+            if len(found):  # they end one round, and are of the next like all: only not at once
+                self._left = rng.permutation(np.concatenate([self._left, found]))
+            found = np.concatenate([found, others[:missing]])
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -256,7 +259,7 @@ class PrioritizedSampler(Sampler):
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self._highest = 1.0
         self._tree = _SumTree(1)
-        self._seen = self._floor = -1
+        self._seen = self._floor = self._loaded = -1
         self._waiting = np.empty(0, np.int64)
         self._lock = threading.Lock()
 
@@ -295,8 +298,9 @@ class PrioritizedSampler(Sampler):
     def _follow(self, ring: Ring) -> None:
         """Give frames that were written since the last look the highest priority."""
         low, high = ring.window()
-        if self._tree.size != ring.capacity or self._floor != ring.words[Word.FLOOR]:
-            self._tree, self._floor = _SumTree(ring.capacity), ring.words[Word.FLOOR]
+        floor, loaded = ring.words[Word.FLOOR], ring.words[Word.LOADED]
+        if self._tree.size != ring.capacity or (self._floor, self._loaded) != (floor, loaded):
+            self._tree, self._floor, self._loaded = _SumTree(ring.capacity), floor, loaded
             self._seen, self._waiting = low, self._waiting[:0]
         fresh = np.arange(max(self._seen, low), high)
         if len(self._waiting):
@@ -319,9 +323,11 @@ class PrioritizedSampler(Sampler):
             self._highest, self._seen, self._floor = (
                 state[name] for name in ("highest", "seen", "floor")
             )
+            self._loaded = ring.words[Word.LOADED]
             self._tree = _SumTree(len(state["values"]))
-            values = np.where(ring.stamps > 0, state["values"].numpy(), 0.0)
-            self._tree.set(np.arange(self._tree.size), values)
+            if self._tree.size == ring.capacity:  # else nothing was drawn yet: all are new
+                values = np.where(ring.stamps > 0, state["values"].numpy(), 0.0)
+                self._tree.set(np.arange(self._tree.size), values)
             self._waiting = np.empty(0, np.int64)
 
 

@@ -47,11 +47,18 @@ def state_of(ring: Ring | None, draws: Draws, capacity: int) -> dict[str, Any]:
 
 
 def _ledger(ring: Ring, draws: Draws) -> dict[str, Any]:
-    return {
-        "numbers": torch.from_numpy(ring.numbers()),
+    numbers = ring.numbers()
+    ledger = {
+        "numbers": torch.from_numpy(numbers),
         "words": torch.tensor(ring.words[: Word.RUNS].tolist()),
         "sampler": draws.sampler.state_dict(),
     }
+    if ring.words[Word.RUNS]:  # the frames alone do not tell where some are missing in between
+        rows = numbers % ring.capacity
+        ledger["begins"], ledger["before"] = (
+            torch.from_numpy(one[rows]) for one in (ring.begins, ring.before)
+        )
+    return ledger
 
 
 def check_state(state: Mapping[str, Any], capacity: int) -> None:
@@ -94,9 +101,12 @@ def load(directory: str | Path) -> tuple[TensorDict, dict[str, Any]]:
 
 
 def restore(
-    ring: Ring, values: Mapping[Key, torch.Tensor], state: Mapping[str, Any], runs: Runs | None
-) -> None:
-    """Put frames back into their rows, with the numbers that they had."""
+    ring: Ring, values: Mapping[Key, torch.Tensor], state: Mapping[str, Any]
+) -> Runs | None:
+    """Put frames back into their rows, with the numbers that they had.
+
+    Returns what their trajectories go on from, if slices of them are wanted.
+    """
     numbers = state["numbers"].numpy()
     rows = numbers % ring.capacity
     with ring:
@@ -106,9 +116,16 @@ def restore(
             tensor[torch.from_numpy(rows)] = value.to(tensor.device)
         ring.words[: Word.RUNS] = state["words"].numpy().data
         ring.words[Word.STARVED] = 0
+        ring.words[Word.LOADED] += 1
+        runs = Runs(ring) if ring.words[Word.RUNS] else None
         if runs is not None:
             runs.follow(ring, numbers)
+            if "begins" in state:
+                ring.begins[rows], ring.before[rows] = (
+                    state[name].numpy() for name in ("begins", "before")
+                )
         ring.stamps[rows] = numbers + 1
+    return runs
 
 
 def _paths(directory: str | Path) -> tuple[Path, Path, Path]:

@@ -70,6 +70,7 @@ class Word:
     ERROR = 10  # bytes of the error
     FREE = 11  # how many do not want writers to be held back
     STARVED = 12  # 1 + how many frames were written when somebody could not draw; see pacing.py
+    LOADED = 13  # how often a state was loaded: numbers mean other frames since
 
 
 OPEN, CLOSED, FAILED = range(3)
