@@ -6,7 +6,9 @@ happens at once, in threads, workers and other processes: each frame is checked,
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -15,11 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import replay_kit as kit
 import torch
 from tensordict import TensorDict
 
+from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from swath.data import PrioritizedSampler, ReplayBuffer, SliceSampler, UniformSampler
-from swath.errors import UsageError, WorkerError
+from swath.errors import ClosedError, UsageError, WorkerError
+from swath.testing import CountingEnv
 
 SECONDS = float(os.environ.get("SWATH_FUZZ_SECONDS", "3"))
 AT_ONCE = 1e-9
@@ -192,6 +197,9 @@ class EachOnce(Uniform):
 
     def can(self, model: Model, size: int) -> bool:
         return len(model.now.frames) >= size
+
+    def forget(self, model: Model) -> None:
+        self.left.clear()
 
     def check(self, model: Model, batch: TensorDict) -> None:
         drawn = batch["index"].tolist()
@@ -447,6 +455,215 @@ def test_one_thing_at_a_time_does_what_a_list_of_frames_would(tmp_path: Any) -> 
     for seed in cases():
         try:
             Case(seed, tmp_path / str(seed)).run()
+        except BaseException as error:
+            error.add_note(f"SWATH_FUZZ_SEED={seed}") if hasattr(error, "add_note") else None
+            raise
+
+
+# -- all at once -----------------------------------------------------------------------------------
+
+
+def write_batches(buffer: ReplayBuffer, seed: int, batches: int) -> int:
+    """Write batches of a few envs whose trajectories nobody else has; return how many frames."""
+    rng, ids = np.random.default_rng(seed), iter(range(seed * 10**6, 10**12))
+    envs, written = [Env(rng, ids, 0.05) for _ in range(rng.integers(1, 5))], 0
+    for _ in range(batches):
+        steps = int(rng.integers(1, 12))
+        rows = [[env.step(seed * 10**6 + written, 0) for _ in range(steps)] for env in envs]
+        buffer.extend(batch_of(rows))
+        written += steps * len(rows)
+    return written
+
+
+def write_elsewhere(channel: Any, payload: bytes) -> None:
+    """Write batches in another process, and tell of how many frames they were."""
+    buffer, (seed, batches), port = kit.attach(channel)
+    try:
+        channel.send(write_batches(buffer, seed, batches))
+        port.receive()
+    except ClosedError:
+        pass
+
+
+def wait_for(condition: Callable[[], bool], otherwise: str) -> None:
+    """Wait until a condition holds; that takes a moment, and never many seconds."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.002)
+
+
+class Crowd:
+    """Threads and processes that fill one buffer and sample from it until all are done."""
+
+    def __init__(self, seed: int, path: Any) -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        self.seed, self.stack = seed, contextlib.ExitStack()
+        storage = str(rng.choice(["memory", "shared", "memmap"]))
+        self.attaches = storage != "memory"
+        capacity = int(rng.choice([60, 300, 3000]))
+        self.kinds = [rng.choice(KINDS)(rng) for _ in range(1 + self.attaches)]
+        paced = rng.random() < 0.6
+        options = {
+            "min_size": int(rng.choice([1, 30])),
+            "samples_per_insert": float(rng.choice([0.5, 4])) if paced else None,
+            "tolerance": float(rng.choice([0, 100])),
+            "seed": seed,
+        }
+        self.prefetch = int(rng.choice([0, 0, 2]))
+        self.buffer = ReplayBuffer(
+            capacity,
+            storage=storage,
+            directory=path / "files" if storage == "memmap" else None,
+            sampler=self.kinds[0].sampler,
+            batch_size=30,
+            prefetch=self.prefetch,
+            **options,
+        )
+        self.stack.callback(self.buffer.close)
+        self.readers = [self.buffer]
+        self.failed: list[BaseException] = []
+        self.samples, self.seen = [0, 0, 0], dict[int, Any]()
+        self.done, self.lock, self.killed = threading.Event(), threading.Lock(), 0
+        self.written = 0
+
+    def attach(self, frame: TensorDict) -> None:
+        """Let those who are beside see the memory, if there is any to be seen."""
+        if self.attaches:
+            self.buffer.prepare(frame)
+            sampler = self.kinds[1].sampler
+            self.readers.append(ReplayBuffer.attached(*self.buffer.handle(), sampler=sampler))
+
+    def thread(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                target(*arguments)
+            except BaseException as error:
+                self.failed.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def note(self, which: int, batch: TensorDict) -> None:
+        """Check a batch: what has a number once is the same frame whenever it comes again."""
+        values = [batch[key].reshape(-1).tolist() for key in (("collector", "traj_ids"), "index")]
+        about = batch["time"] if "time" in batch.keys() else batch["observation"][..., 2]
+        with self.lock:
+            self.samples[which] += batch.numel()
+            for traj, number, step in zip(*values, about.reshape(-1).tolist(), strict=True):
+                assert self.seen.setdefault(number, (traj, step)) == (traj, step)
+        if batch.ndim == 2:
+            ids, steps = batch["collector", "traj_ids"], about
+            assert (ids == ids[:, :1]).all()
+            assert (steps.diff(dim=1) == 1).all()
+            assert not batch["next", "done"][:, :-1].any()
+        elif isinstance(self.kinds[which % 2].sampler, UniformSampler):
+            if not self.kinds[which % 2].sampler.replacement:
+                assert len(batch["index"].unique()) == len(batch)
+
+    def read(self, which: int, buffer: ReplayBuffer, least: int = 5) -> None:
+        """Sample until there is nothing more to come."""
+        rng = np.random.default_rng(self.seed + which)
+        while least > 0 or not self.done.is_set():
+            least -= 1
+            size = 30 if which == 0 else int(rng.choice([30, 60]))
+            try:
+                batch = buffer.sample(size)
+            except UsageError as error:
+                if "nobody is known to write more" in str(error):
+                    return
+                raise
+            self.note(which, batch)
+            if isinstance(self.kinds[which].sampler, PrioritizedSampler):
+                buffer.update_priority(batch["index"], rng.random(size))
+
+    def fill_by_hand(self) -> None:
+        """Write in threads, here and beside, and in processes, one of which may be killed."""
+        self.attach(batch_of([[Frame(0, 0, 0, False, 0)]]))
+        self.buffer.note_feeder("all", True)
+        readers = [self.thread(self.read, *one) for one in enumerate(self.readers)]
+        threads, links = [], []
+        for number in range(1, 1 + self.rng.integers(1, 4)):
+            seed, batches = self.seed * 10 + number, int(self.rng.integers(5, 40))
+            if self.attaches and self.rng.random() < 0.5:
+                link = kit.process(write_elsewhere, self.buffer, (seed, batches))
+                links.append(self.stack.enter_context(link))
+            else:
+                target = self.rng.choice(self.readers)
+                threads.append(self.thread(self.write, target, seed, batches))
+        for number, link in enumerate(links):
+            if self.killed == number and self.rng.random() < 0.3:
+                self.killed += 1
+                time.sleep(self.rng.random() / 50)
+                link.kill()
+            else:
+                wait_for(link.waits, "a writer in another process waits for ever")
+                self.written += link.receive()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive(), "a writer waits for ever"
+        self.end(readers)
+
+    def write(self, buffer: ReplayBuffer, seed: int, batches: int) -> None:
+        frames = write_batches(buffer, seed, batches)
+        with self.lock:
+            self.written += frames
+
+    def fill_by_collectors(self) -> None:
+        """Let one collector write, or two, with workers of their own or not."""
+        kind = self.rng.choice([Collector, MultiSyncCollector, MultiAsyncCollector])
+        # Trajectories of two collectors may have the same ids, and slices would mix them.
+        count = 1 if isinstance(self.kinds[0], Slices) else int(self.rng.integers(1, 3))
+        collectors = []
+        for _ in range(count):
+            total, frames = int(self.rng.choice([160, 800])), int(self.rng.choice([8, 40]))
+            options = {"frames_per_batch": frames, "total_frames": total}
+            collector = kind([CountingEnv] * 2, replay_buffer=self.buffer, **options)
+            collectors.append(self.stack.enter_context(collector))
+            self.written += total
+        for collector in collectors:
+            collector.start()
+        readers = [self.thread(self.read, 0, self.buffer)]
+        for collector in collectors:
+            wait_for(lambda one=collector: not one.is_running(), "a collector waits for ever")
+        self.end(readers)
+
+    def end(self, readers: list[threading.Thread]) -> None:
+        """Wait for those who sample, and count."""
+        self.done.set()
+        self.buffer.note_feeder("all", False)
+        for buffer in self.readers:
+            buffer.fed = False
+        for reader in readers:
+            reader.join(30)
+            assert not reader.is_alive(), "who samples waits for ever"
+        if self.failed:
+            raise self.failed[0]
+        for batch in self.buffer:
+            self.note(2, batch)
+        stats = self.buffer.stats()
+        assert stats["size"] == len(self.buffer)
+        if not self.prefetch:
+            assert stats["samples"] == sum(self.samples)
+        if not self.killed:
+            assert stats["frames"] == self.written
+            assert len(self.buffer) == min(self.written, self.buffer.capacity)
+
+    def run(self) -> None:
+        with self.stack:
+            if self.rng.random() < 0.6:
+                self.fill_by_hand()
+            else:
+                self.fill_by_collectors()
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(100 + 2 * SECONDS)
+def test_all_at_once_neither_waits_for_ever_nor_mixes_frames(tmp_path: Any) -> None:
+    for seed in cases():
+        try:
+            Crowd(seed, tmp_path / str(seed)).run()
         except BaseException as error:
             error.add_note(f"SWATH_FUZZ_SEED={seed}") if hasattr(error, "add_note") else None
             raise

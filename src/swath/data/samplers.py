@@ -126,7 +126,7 @@ class UniformSampler(Sampler):
 
     def __init__(self, replacement: bool = True) -> None:
         self.replacement = replacement
-        self._left = np.empty(0, np.int64)
+        self._left, self._loaded = np.empty(0, np.int64), 0
         self._lock = threading.Lock()
 
     def needs(self, shape: tuple[int, ...]) -> int:
@@ -145,6 +145,8 @@ class UniformSampler(Sampler):
 
     def _next(self, ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray | None:
         found = self._left[:0]
+        if self._loaded != ring.words[Word.LOADED]:  # by another process: these are no frames now
+            self._loaded, self._left = ring.words[Word.LOADED], found
         while len(self._left) and (missing := count - len(found)):
             some, self._left = self._left[:missing], self._left[missing:]
             found = np.concatenate([found, some[ring.whole(some)]])
@@ -163,7 +165,7 @@ class UniformSampler(Sampler):
         return {"left": torch.from_numpy(self._left.copy())}
 
     def load_state_dict(self, ring: Ring, state: dict[str, Any]) -> None:
-        self._left = state["left"].numpy().copy()
+        self._left, self._loaded = state["left"].numpy().copy(), ring.words[Word.LOADED]
 
 
 class SliceSampler(Sampler):
