@@ -25,6 +25,7 @@ from swath.data.columns import HostColumn
 from swath.envs import SerialEnv
 from swath.errors import EnvError, UsageError, WorkerError
 from swath.testing import CountingEnv, CrashingEnv, check_transitions
+from swath.workers.body import Worker
 
 LEFT_OVER = pytest.mark.filterwarnings("ignore:total_frames is reached")
 
@@ -290,18 +291,19 @@ class DyingColumn:
 
         def dying(column, *args):
             left[0] -= 1
-            if not left[0] and self._is_first():
+            if not left[0] and _is_first(self.path):
                 os.kill(os.getpid(), signal.SIGKILL)
             return frames(column, *args)
 
         HostColumn.frames = dying
 
-    def _is_first(self):
-        try:
-            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL))  # of two at once, one
-        except FileExistsError:
-            return False
-        return True
+
+def _is_first(path):
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))  # of two at once, one
+    except FileExistsError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("kind", WORKERS)
@@ -316,6 +318,139 @@ def test_a_worker_killed_in_a_write_leaves_whole_frames_and_is_restarted(kind, t
         assert stats["replay"]["writer"] == "workers"
         written = frames(buffer).exclude("index")
         assert check_transitions(written) == len(written) == 480
+
+
+class DyingAtMessage:
+    """Kills the process of a worker when it is given a message; so many times in all."""
+
+    def __init__(self, path, message, times):
+        self.path, self.message, self.times = path, message, times
+
+    def __call__(self):
+        follow = getattr(Worker, self.message)
+
+        def dying(worker, *message):
+            if any(_is_first(f"{self.path}-{number}") for number in range(self.times)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            follow(worker, *message)
+
+        setattr(Worker, self.message, dying)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("kind", WORKERS)
+def test_a_worker_killed_when_it_is_told_of_the_buffer_is_restarted(
+    kind, times, prepared, tmp_path
+):
+    """At the start, or when there is memory for frames, and again as soon as it was restarted."""
+    dying = DyingAtMessage(str(tmp_path / "died"), "_store_in", times)
+    options = {"init_fn": dying, "on_worker_failure": "restart", "total_frames": 480}
+    with new() as buffer, make(kind, buffer, **options) as collector:
+        if prepared:
+            collector.next()
+        finished(collector)
+        stats = collector.stats()
+        assert stats["restarts"] == times
+        assert stats["frames"] == 480 == buffer.stats()["frames"]
+        assert stats["replay"]["writer"] == "workers"
+        assert check_transitions(frames(buffer).exclude("index")) == 480
+
+
+class DyingWithFrames(DyingAtMessage):
+    """Kills it when it is given memory for frames that it holds already."""
+
+    def __call__(self):
+        follow, times = Worker._store_in, iter(range(self.times))
+
+        def dying(worker, message, *memory):
+            told = message.handle is not None and worker._store is not None
+            if told and next(times, None) is not None and _is_first(self.path):
+                os.kill(os.getpid(), signal.SIGKILL)
+            follow(worker, message, *memory)
+
+        Worker._store_in = dying
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_a_worker_killed_when_there_is_memory_for_its_frames_loses_them_and_says_so(kind, tmp_path):
+    dying = DyingWithFrames(str(tmp_path / "died"), "_store_in", 1)
+    options = {"init_fn": dying, "on_worker_failure": "restart", "total_frames": 480}
+    with new() as buffer, make(kind, buffer, **options) as collector:
+        finished(collector)
+        stats, written = collector.stats(), frames(buffer).exclude("index")
+        assert stats["restarts"] == 1
+        assert stats["lost"]["rollouts"] >= 1
+        assert check_transitions(written) == len(written) < 480
+
+
+def go_on(collector, buffer):
+    """Start it and sample for ever; at which of the two it fails depends on who is first."""
+    collector.start()
+    while True:
+        buffer.sample()
+
+
+def test_a_worker_killed_when_it_is_told_of_the_buffer_ends_the_run_if_no_restart_is_left(
+    tmp_path,
+):
+    dying = DyingAtMessage(str(tmp_path / "died"), "_store_in", 4)
+    options = {"init_fn": dying, "on_worker_failure": "restart", "max_restarts": 3}
+    with new() as buffer, make("async", buffer, **options) as collector:
+        with pytest.raises(WorkerError, match=r"worker . .*killed.* 3 restarts were made before"):
+            go_on(collector, buffer)
+
+
+def load_in_a_pause(collector):
+    with collector.pause():
+        state = collector.state_dict()
+        collector.options.replay_buffer.empty()  # the same episodes come once more
+        collector.load_state_dict(state)
+
+
+QUESTIONS = {
+    "_call": lambda collector: collector.map_fn(lambda worker: worker.worker),
+    "_take_state": lambda collector: collector.state_dict(),
+    "_put_state": load_in_a_pause,
+    "_set_seed": lambda collector: collector.set_seed(3),
+    "_reset": lambda collector: collector.reset(),
+    "_acknowledge": lambda collector: collector.update_policy_weights_(wait=True),
+    "_take_held": lambda collector: collector.state_dict(),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_worker_killed_by_a_question_is_restarted(kind, question, tmp_path):
+    """What is asked of all workers is answered by all of them in the end."""
+    dying = DyingAtMessage(str(tmp_path / "died"), question, 2)
+    options = {"init_fn": dying, "on_worker_failure": "restart"}
+    if question != "_put_state":
+        options["trajs_per_batch"] = 2
+    with new(capacity=100_000) as buffer, make(kind, buffer, Telling(), **options) as collector:
+        collector.start()
+        until(lambda: len(buffer))
+        answer = QUESTIONS[question](collector)
+        if question == "_call":
+            assert answer == [0, 1]
+        until(lambda: collector.stats()["restarts"] == 2)
+        before = buffer.stats()["frames"]
+        until(lambda: buffer.stats()["frames"] > before + 500)
+        collector.pause()
+        written = frames(buffer).exclude("index")
+        assert check_transitions(written) == len(written)
+
+
+def test_who_samples_is_not_kept_waiting_by_what_a_killed_worker_had_begun_to_write(tmp_path):
+    dying = DyingColumn(str(tmp_path / "died"), 100)
+    options = {"init_fn": dying, "on_worker_failure": "restart", "total_frames": 480}
+    pace = {"samples_per_insert": 1, "tolerance": 1000}
+    with new(**pace) as buffer, make("sync", buffer, **options) as collector:
+        finished(collector)
+        assert (buffer._ring.stamps < 0).any()
+        buffer.sample(1480)  # more may not be drawn
+        with pytest.raises(UsageError, match="nobody is known to write more"):
+            buffer.sample(1000)
 
 
 @pytest.mark.parametrize("kind", WORKERS)
@@ -422,6 +557,18 @@ def test_a_state_taken_in_a_pause_continues(kind, option):
         parts = [part.exclude("index", inplace=False) for part in parts if part is not None]
         assert sum(len(part) for part in parts) == 480
         assert check_transitions(parts) == 480
+
+
+@LEFT_OVER
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_state_is_not_loaded_behind_the_trajectories_that_workers_hold(kind):
+    with new() as buffer, make(kind, buffer, trajs_per_batch=2) as collector:
+        collector.start()
+        until(lambda: len(buffer))
+        with collector.pause():
+            state = collector.state_dict()
+            with pytest.raises(UsageError, match="make a new collector, load it there"):
+                collector.load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

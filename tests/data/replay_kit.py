@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from tensordict import TensorDict
 
 from swath.data import ReplayBuffer
 from swath.errors import ClosedError
-from swath.links import Channel, ProcessPort
+from swath.links import Channel, ProcessLink, ProcessPort
 
 
 def numbered(first: int, *size: int) -> TensorDict:
@@ -60,6 +62,22 @@ def trajectories(ids: list[int], start: list[int], steps: int, ends: set[int]) -
         {"time": time, "next": {"done": done}, "collector": {"traj_ids": which}},
         [len(ids), steps],
     )
+
+
+# -- other processes -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process(target: Callable[..., None], buffer: ReplayBuffer, message: Any) -> Iterator[Any]:
+    """Run a function in another process, and send it the buffer's handle with a message."""
+    link = ProcessLink(target, b"")
+    try:
+        handle, memory = buffer.handle()
+        link.send((handle, message), [memory])
+        yield link
+    finally:
+        link.kill()
+        link.close()
 
 
 # -- what other processes run ----------------------------------------------------------------------

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import replay_kit as kit
 import torch
-from replay_kit import check, check_sums, contents, numbered
+from replay_kit import check, check_sums, contents, numbered, process
 
 from swath.data import ReplayBuffer, SliceSampler
 from swath.errors import EnvError, UsageError
-from swath.links import ProcessLink
-
-
-@contextlib.contextmanager
-def process(target: Callable[..., None], buffer: ReplayBuffer, message: Any) -> Iterator[Any]:
-    link = ProcessLink(target, b"")
-    try:
-        handle, memory = buffer.handle()
-        link.send((handle, message), [memory])
-        yield link
-    finally:
-        link.kill()
-        link.close()
 
 
 def shared(capacity: int = 10, **options: Any) -> ReplayBuffer:

@@ -70,6 +70,14 @@ def test_without_replacement_all_come_before_one_comes_again() -> None:
         buffer.sample(101)
 
 
+def test_a_batch_that_ends_a_round_takes_no_frame_out_of_the_next_one() -> None:
+    buffer = ReplayBuffer(10, sampler=UniformSampler(replacement=False), batch_size=3, seed=0)
+    buffer.extend(numbered(0, 10))
+    drawn = torch.cat([check(buffer.sample()) for _ in range(40)])
+    for one in drawn.reshape(12, 10):  # a round each
+        assert one.sort().values.tolist() == list(range(10))
+
+
 def test_iteration_gives_each_frame_once() -> None:
     buffer = ReplayBuffer(100, batch_size=30, seed=0)
     buffer.extend(numbered(0, 130))
@@ -338,6 +346,59 @@ def test_slices_do_not_jump_over_frames_that_were_refused() -> None:
     batch = buffer.sample()
     check_slices(batch)
     assert set(batch["time"][:, 0].tolist()) == {0, 1, 8, 9}
+
+
+def test_slices_do_not_jump_over_frames_that_were_refused_after_a_load_either() -> None:
+    def fresh() -> ReplayBuffer:
+        return ReplayBuffer(60, sampler=SliceSampler(slice_len=3), batch_size=300, seed=0)
+
+    buffer, other = fresh(), fresh()
+    buffer.extend(trajectories([7], [0], 4, set()))
+    with pytest.raises(UsageError, match="has a new key"):
+        buffer.extend(trajectories([7], [4], 4, set()).set("more", torch.zeros(1, 4)))
+    buffer.extend(trajectories([7], [8], 4, set()))
+    other.load_state_dict(buffer.state_dict())
+    batch = other.sample()
+    check_slices(batch)
+    assert set(batch["time"][:, 0].tolist()) == {0, 1, 8, 9}
+
+
+def test_slices_are_right_whoever_wrote_and_whichever_sampler_they_have() -> None:
+    """Who attached before slices were wanted keeps count of trajectories from then on, too."""
+    maker = ReplayBuffer(60, storage="shared")
+    maker.extend(trajectories([1, 2], [0, 0], 4, set()))
+    memory = maker.handle()
+    writer = ReplayBuffer.attached(*memory)
+    writer.extend(trajectories([11, 12], [0, 0], 4, set()))
+    sampler = SliceSampler(slice_len=3)
+    reader = ReplayBuffer.attached(*memory, sampler=sampler, batch_size=600, seed=0)
+    for start in (4, 8):
+        maker.extend(trajectories([1, 2], [start] * 2, 4, set()))
+        writer.extend(trajectories([11, 12], [start] * 2, 4, set()))
+    batch = reader.sample()
+    check_slices(batch)
+    assert len(torch.unique(batch["collector", "traj_ids"])) == 4
+
+
+def test_a_writer_elsewhere_continues_nothing_across_a_state_that_was_loaded() -> None:
+    """The number of its last frame is that of another one now."""
+    sampler = SliceSampler(slice_len=3)
+    buffer = ReplayBuffer(60, storage="shared", sampler=sampler, batch_size=300, seed=0)
+    buffer.extend(trajectories([1], [0], 4, set()))
+    writer = ReplayBuffer.attached(*buffer.handle())
+    state = buffer.state_dict()
+    writer.extend(trajectories([2], [0], 4, set()))
+    buffer.load_state_dict(state)
+    buffer.extend(trajectories([1], [4], 4, set()))
+    writer.extend(trajectories([2], [4], 4, set()))
+    check_slices(buffer.sample())
+
+
+def test_a_prioritized_buffer_that_was_never_drawn_from_is_restored() -> None:
+    buffer, other = (ReplayBuffer(20, sampler="prioritized", batch_size=200, seed=0) for _ in "ab")
+    buffer.extend(numbered(0, 10))
+    other.load_state_dict(buffer.state_dict())
+    assert set(check(other.sample()).tolist()) == set(range(10))
 
 
 def test_slices_of_a_collector_and_of_a_restored_buffer(tmp_path) -> None:

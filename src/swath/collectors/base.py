@@ -227,12 +227,10 @@ class BaseCollector(abc.ABC):
             raise UsageError("this collector was started already.")
         self._get_ready()
         if hasattr(buffer, "note_feeder"):
-            buffer.note_feeder(self._feeder, True)
+            buffer.note_feeder(self._feeder, True, self._watch)  # who waits there hears of our end
         self._background = Background(
             lambda: self._advance() is not None, self._tell_buffer, self._rest
         )
-        if hasattr(buffer, "watch"):  # so that who waits there hears of our end
-            buffer.watch = self._watch
         self._background.begin()
 
     def _watch(self) -> None:
@@ -246,8 +244,6 @@ class BaseCollector(abc.ABC):
                 buffer.fail(failure)
             if hasattr(buffer, "note_feeder"):  # not only that nobody writes any more
                 buffer.note_feeder(self._feeder, False)
-        if hasattr(buffer, "watch"):
-            buffer.watch, buffer.fed = None, False
 
     @abc.abstractmethod
     def _get_ready(self) -> None:

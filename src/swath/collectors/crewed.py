@@ -18,7 +18,7 @@ import abc
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -195,7 +195,6 @@ class CrewedCollector(BaseCollector):
         self._open_ids[worker] = rolled.open_ids
         self._rows[worker].frames += rolled.frames
         self._rows[worker].version = rolled.version
-        self._storing.hear(worker, rolled)
 
     def _listen(self) -> None:
         """Take the next report of any worker."""
@@ -203,18 +202,43 @@ class CrewedCollector(BaseCollector):
         if isinstance(report, Rolled):
             self._count(worker, report)
             self._rolled(worker, report)
+            if self._storing.prepare(worker, report):
+                self._share(worker)
         elif isinstance(report, Built):
             self._envs.setdefault(worker, report.num_envs)
             self._crew.order(worker, Begin(self._plan_anew(worker)))
         elif isinstance(report, Ready):
             check_equal(self._forms, report, worker)
+            self._storing.forget(worker)
+            if self._storing.on and not self._share(worker):
+                return  # it was still starting when it died, and does so again
             self._starting.discard(worker)
             self._unplaced.pop(worker, None)
             self._block.begin(worker)
-            self._storing.forget(worker)
             self._joined(worker)
         else:
             self._mend(worker, report)
+
+    def _share(self, *workers: int) -> bool:
+        """Let workers write to the replay buffer; tell whether all of them live to do so."""
+        return self._mend_all(self._storing.share(*workers))
+
+    def _mend_all(self, dead: Mapping[int, Died]) -> bool:
+        """Mend what died of a question, or raise; tell whether there was nothing to mend."""
+        for worker, event in dead.items():
+            self._mend(worker, event)
+        return not dead
+
+    def _ask_all(self, message_for: Callable[[int], Any]) -> dict[int, Any]:
+        """Ask all workers between two rollouts; again those who died of it and were restarted."""
+        answers: dict[int, Any] = {}
+        while left := [number for number in self._numbers if number not in answers]:
+            self._calm(everyone=True)
+            told = self._crew.call({number: message_for(number) for number in left})
+            given, dead = self._supervisor.answered(told)
+            answers.update(given)
+            self._mend_all(dead)
+        return answers
 
     @abc.abstractmethod
     def _rolled(self, worker: int, rolled: Rolled) -> None:

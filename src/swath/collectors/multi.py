@@ -54,8 +54,8 @@ class MultiCollector(CrewedCollector):
         self._writer = "workers" if reason is None else f"this process: {reason}"
         if reason is None:
             self._settle()  # what comes of that is for this process to write
-            self._storing.share(*self._up())
-            self._storing.on = True
+            self._share(*self._up())
+            self._storing.on = True  # those who are being started are told when they are ready
 
     def _rest(self) -> None:
         if self._storing.on:
@@ -66,16 +66,28 @@ class MultiCollector(CrewedCollector):
 
     def _fetch_held(self) -> None:
         assert self._assembler is not None
-        for frames in self._storing.held(self._up(), clear=True):
+        for frames in self._fetched(clear=True):
             self._assembler.push(frames)
+
+    def _fetched(self, clear: bool) -> list[TensorDict]:
+        held, dead = self._storing.held(self._up(), clear)
+        self._mend_all(dead)  # what they held is lost, and said to be
+        return held
 
     def _assembler_state(self) -> dict[str, Any]:
         whole = self._finishing.assembler()
         assert whole is not None
         whole.load_state_dict(super()._assembler_state())
-        for frames in self._storing.held(self._up(), clear=False):
+        for frames in self._fetched(clear=False):
             whole.push(frames)
         return whole.state_dict()
+
+    def _whole_state(self) -> dict[str, Any]:
+        while True:  # a worker that was started again meanwhile is half in it as it was before
+            restarts = self._supervisor.restarts
+            state = super()._whole_state()
+            if self._supervisor.restarts == restarts:
+                return state
 
     def _rollout(self) -> Any:
         if self._storing.on and not self._in_background():
@@ -204,8 +216,12 @@ class MultiCollector(CrewedCollector):
             self._tell_all(Reset())
 
     def _tell_all(self, message: SetSeed | Reset) -> None:
-        """Let all workers cut their episodes off, in one way or the other."""
-        self._supervisor.checked(self._crew.call(dict.fromkeys(self._up(), message)))
+        """Let all workers cut their episodes off, in one way or the other.
+
+        One that is started again begins new ones anyway, with the seed of now.
+        """
+        _, dead = self._supervisor.answered(self._crew.call(dict.fromkeys(self._up(), message)))
+        self._mend_all(dead)
         if self._assembler is not None:
             self._assembler.discard_open()
 
@@ -245,16 +261,15 @@ class MultiCollector(CrewedCollector):
     def map_fn(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function in each worker, between two rollouts, and return what it returned.
 
+        A worker that dies meanwhile and is started again is asked once more.
+
         Args:
             function: Of one argument, which has `worker` (a number), `envs` (a list) and `policy`.
         """
         self._check_open()
         message = Call(pack(function, "function"))
         with self.pause():
-            self._calm(everyone=True)
-            answers = self._supervisor.checked(
-                self._crew.call(dict.fromkeys(self._numbers, message))
-            )
+            answers = self._ask_all(lambda number: message)
         return [unpack(answers[number].value) for number in self._numbers]
 
     def get_distant_attr(self, path: str) -> list[Any]:
@@ -262,10 +277,7 @@ class MultiCollector(CrewedCollector):
         return self.map_fn(operator.attrgetter(path))
 
     def _source_state(self) -> Any:
-        self._calm(everyone=True)
-        states = self._supervisor.checked(
-            self._crew.call(dict.fromkeys(self._numbers, TakeState()))
-        )
+        states = self._ask_all(lambda number: TakeState())
         return {
             "workers": [states[number].state for number in self._numbers],
             "held": [(batch.clone(), frames) for batch, frames in self._held],
@@ -282,9 +294,13 @@ class MultiCollector(CrewedCollector):
                 f"this state is of {len(state['workers'])} workers; this collector has "
                 f"{self.num_workers}."
             )
-        self._calm(everyone=True)
+        if self._storing.on and self._assembler is not None:
+            raise UsageError(
+                "with trajs_per_batch the workers put trajectories together by themselves since "
+                "start(), and this state has others; make a new collector, load it there, start it."
+            )
         inner = dict(zip(self._numbers, state["workers"], strict=True))
-        self._supervisor.checked(self._crew.call({n: PutState(one) for n, one in inner.items()}))
+        self._ask_all(lambda number: PutState(inner[number]))
         self._held = deque(state["held"])
         self._incarnations = itertools.count(state["incarnation"])
         self._episodes.load_state_dict(state["episodes"])

@@ -15,7 +15,7 @@ from swath.errors import UsageError
 from swath.links import pack, unpack
 from swath.links.ray import RayLink
 from swath.workers.crew import Crew
-from swath.workers.messages import Rolled, Store, TakeHeld
+from swath.workers.messages import Died, Rolled, Store, TakeHeld
 from swath.workers.store import Finish
 from swath.workers.supervisor import Supervisor
 
@@ -67,30 +67,39 @@ class Storing:
             return str(error)
         return None
 
-    def share(self, *workers: int) -> None:
-        """Let workers write all further rollouts to the buffer, or hold them until they can."""
+    def share(self, *workers: int) -> dict[int, Died]:
+        """Let workers write all further rollouts to the buffer, or hold them until they can.
+
+        Returns those who have died meanwhile: that is a death like any other, for the collector to
+        mend or not.
+        """
         buffer = self._options.replay_buffer
         handle, *memory = buffer.handle() if buffer.prepared else (None,)
         for worker in workers:
             self._crew.order(worker, Store(self._parcel, handle), memory)
-        self._supervisor.checked(self._crew.answers(workers))
-        self._attached.update(workers if memory else ())
+        answers, dead = self._supervisor.answered(self._crew.answers(workers))
+        self._attached.update(answers if memory else ())
+        return dead
 
     def forget(self, worker: int) -> None:
         """Take note that a worker was started again."""
         self._attached.discard(worker)
-        if self.on:
-            self.share(worker)
 
-    def hear(self, worker: int, rolled: Rolled) -> None:
-        """Make memory for frames if a worker has some and there is none yet."""
-        if rolled.first is not None and worker not in self._attached:
-            self._options.replay_buffer.prepare(unpack(rolled.first))
-            self.share(worker)
+    def prepare(self, worker: int, rolled: Rolled) -> bool:
+        """Make memory for frames, if a worker has some and knows of none; tell whether it does."""
+        if rolled.first is None or worker in self._attached:
+            return False
+        self._options.replay_buffer.prepare(unpack(rolled.first))
+        return True
 
-    def held(self, workers: Sequence[int], clear: bool) -> list[TensorDict]:
-        """Return the trajectories that workers have not written yet, and let them forget or not."""
+    def held(self, workers: Sequence[int], clear: bool) -> tuple[list[TensorDict], dict[int, Died]]:
+        """Return the trajectories that workers have not written yet, and let them forget or not.
+
+        Also returns those who have died instead, with their trajectories.
+        """
         if not self.on:
-            return []
-        answers = self._supervisor.checked(self._crew.call(dict.fromkeys(workers, TakeHeld(clear))))
-        return [frames for one in answers.values() if (frames := unpack(one.state)) is not None]
+            return [], {}
+        told = self._crew.call(dict.fromkeys(workers, TakeHeld(clear)))
+        answers, dead = self._supervisor.answered(told)
+        found = [unpack(one.state) for one in answers.values()]
+        return [frames for frames in found if frames is not None], dead

@@ -25,7 +25,7 @@ from swath.data.storage import Ring, Word
 from swath.rollout import keys
 from swath.tree import Key
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "Wanted"]
 
 _PATIENCE = 8
 _MANY, _LARGE = 128, 4096
@@ -58,6 +58,17 @@ class Lags:
 
 
 @dataclass
+class Wanted:
+    """A batch that somebody wants, and may wait for."""
+
+    shape: tuple[int, ...]
+    size: int
+    tried: Any = None
+    """Of what it could not be drawn: it is not tried again before there is something new. So the
+    random numbers that a wait takes do not depend on how long it is."""
+
+
+@dataclass
 class Draws:
     """Draws batches from a ring, for one buffer; any thread may."""
 
@@ -70,20 +81,48 @@ class Draws:
 
     def __post_init__(self) -> None:
         self.lags = Lags()
+        self._under_way = 0  # samples that threads of this process draw, under the ring's lock
+        self.news = object()
+        """Another one when a draw may succeed that has failed, though nothing was written."""
 
-    def attempt(self, ring: Ring | None, shape: tuple[int, ...], size: int) -> TensorDict | None:
-        """Return frames of that shape, or None if there are not enough now, or not yet."""
+    def attempt(self, ring: Ring | None, wanted: Wanted) -> TensorDict | None:
+        """Return a batch, or None if there are not frames enough now, or not yet.
+
+        Samples count when they are drawn, not before: until then writers may be held back, so that
+        without tolerance nothing is written while frames are drawn.
+        """
         if ring is None:
             return None
-        with ring:
-            if not self.pace.may_draw(ring):
-                return None
-            ring.words[Word.DRAWN] += size
-        index = self.sampler.draw(ring, shape, self.rng)
-        batch = None if index is None else self.copy(ring, index, self.sampler)
+        written = ring.words[Word.WRITTEN]
+        state = written, ring.words[Word.LOADED], self.news
+        if state == wanted.tried or not self._begin(ring, wanted.size):
+            return None
+        batch = None
+        try:
+            index = self.sampler.draw(ring, wanted.shape, self.rng)
+            batch = None if index is None else self.copy(ring, index, self.sampler)
+        finally:
+            with ring:
+                self._under_way -= wanted.size * self.pace.is_ratio_kept
+                if batch is not None:
+                    ring.words[Word.DRAWN] += wanted.size
+                else:
+                    self.pace.starve(ring.words, written)
         if batch is None:
-            self.count(ring, -size)
+            wanted.tried = state
         return batch
+
+    def _begin(self, ring: Ring, size: int) -> bool:
+        """Tell whether so many samples may be drawn now; where a ratio is kept, reserve them."""
+        if not self.pace.is_ratio_kept and self.pace.may_draw(ring.words):
+            return True  # without the lock: nobody is held to a count
+        with ring:
+            allowed = self.pace.may_draw(ring.words, self._under_way)
+            if allowed:
+                self._under_way += size * self.pace.is_ratio_kept
+            elif not self._under_way:  # or those who draw now may find enough
+                self.pace.starve(ring.words, ring.words[Word.WRITTEN])
+            return allowed
 
     @staticmethod
     def count(ring: Ring, size: int) -> None:

@@ -51,6 +51,8 @@ class Word:
     STATE = 9  # OPEN, CLOSED or FAILED
     ERROR = 10  # bytes of the error
     FREE = 11  # how many do not want writers to be held back
+    STARVED = 12  # 1 + how many frames were written when somebody could not draw; see pacing.py
+    LOADED = 13  # how often a state was loaded: numbers mean other frames since
 
 
 OPEN, CLOSED, FAILED = range(3)

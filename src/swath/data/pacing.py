@@ -6,22 +6,24 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swath.data.storage import Ring, Word
+from swath.data.storage import Word
 from swath.errors import UsageError, WorkerError
 
-__all__ = ["Pace", "Prefetcher", "Stopped"]
+__all__ = ["Feeders", "Pace", "Prefetcher", "Stopped"]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """When samples may be drawn and frames written.
+    """When samples may be drawn and frames written: decisions over the words of a ledger, no I/O.
 
-    Both are asked before the act and neither for its size, so that they never wait for one another:
-    at any time one of them may go on.
+    No writer is held back while a sampler waits: who cannot draw, for whatever reason, says so in
+    the word `STARVED`, together with the number of frames that were written until then. It stands
+    for as long as that number does: the next write ends it, and whoever still cannot draw says so
+    again. So a sampler that is killed while it waits leaves nothing behind but leave for one write.
     """
 
     min_size: int = 1
@@ -37,39 +39,89 @@ class Pace:
                 f"not negative; got {asdict(self)}."
             )
 
-    def ahead(self, ring: Ring) -> float:
+    @property
+    def is_ratio_kept(self) -> bool:
+        """Whether samples and frames are held to a ratio."""
+        return self.samples_per_insert is not None
+
+    def ahead(self, words: Sequence[int]) -> float:
         """Return how many samples fewer have been drawn than the ratio asks for."""
         assert self.samples_per_insert is not None
-        frames = ring.words[Word.WRITTEN] - self.min_size
-        return self.samples_per_insert * frames - ring.words[Word.DRAWN]
+        frames = words[Word.WRITTEN] - self.min_size
+        return self.samples_per_insert * frames - words[Word.DRAWN]
 
-    def may_draw(self, ring: Ring) -> bool:
-        """Tell whether a sample may be drawn now; of a tie, the other side goes first."""
-        ratio = self.samples_per_insert
-        return self._is_stocked(ring) and (ratio is None or self.ahead(ring) > -self.tolerance)
+    def may_draw(self, words: Sequence[int], under_way: int = 0) -> bool:
+        """Tell whether a sample may be drawn now; of a tie, the other side goes first.
 
-    def may_write(self, ring: Ring) -> bool:
+        Args:
+            words: Of the ledger.
+            under_way: Samples that other threads are drawing, and that are not counted yet.
+        """
+        if not self._is_stocked(words) or self.samples_per_insert is None:
+            return self._is_stocked(words)
+        return self.ahead(words) - under_way > -self.tolerance
+
+    def may_write(self, words: Sequence[int]) -> bool:
         """Tell whether frames may be written now."""
-        ratio = self.samples_per_insert
-        free = ratio is None or ring.words[Word.FREE] > 0 or not self._is_stocked(ring)
-        return free or self.ahead(ring) <= self.tolerance
+        if self.samples_per_insert is None or words[Word.FREE] > 0 or not self._is_stocked(words):
+            return True
+        return words[Word.STARVED] == words[Word.WRITTEN] + 1 or self.ahead(words) <= self.tolerance
 
-    def _is_stocked(self, ring: Ring) -> bool:
+    @staticmethod
+    def starve(words: MutableSequence[int] | memoryview[int], written: int) -> None:
+        """Note that somebody could not draw from the first `written` frames, if there are no more.
+
+        If there are more by now, it is not known, and they try again.
+        """
+        if words[Word.WRITTEN] == written:
+            words[Word.STARVED] = written + 1
+
+    def _is_stocked(self, words: Sequence[int]) -> bool:
         """Tell whether there are frames enough, those from before it was emptied left out."""
-        frames = ring.words[Word.WRITTEN] - ring.words[Word.CLEARED]
-        return ring.words[Word.HELD] > 0 and frames >= self.min_size
+        frames = words[Word.WRITTEN] - words[Word.CLEARED]
+        return words[Word.HELD] > 0 and frames >= self.min_size
 
-    def until(self, attempt: Callable[[], Any], check: Callable[[], None], what: str) -> Any:
-        """Return what `attempt` returns once that is not None; `check` raises if it is in vain."""
+    def until(
+        self, attempt: Callable[[], Any], check: Callable[[], None], what: Callable[[], str]
+    ) -> Any:
+        """Return what `attempt` returns once that is not None.
+
+        Args:
+            attempt: Is called again and again.
+            check: Is called in between, and raises if it is in vain.
+            what: Says what is waited for, when that took too long.
+        """
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         pause = 1e-5
         while (answer := attempt()) is None:
             check()
             if deadline is not None and time.monotonic() > deadline:
-                raise WorkerError(f"waited {self.timeout} s (timeout) {what}.")
+                raise WorkerError(f"waited {self.timeout} s (timeout) {what()}.")
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
         return answer
+
+
+class Feeders:
+    """Those who fill a buffer in the background, each by a name that no other has."""
+
+    def __init__(self) -> None:
+        self._watches: dict[str, Callable[[], object]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._watches)
+
+    def note(self, who: str, watch: Callable[[], object] | None) -> None:
+        """Note that somebody begins, with what is to be called while others wait; None: ends."""
+        if watch is None:
+            self._watches.pop(who, None)
+        else:
+            self._watches[who] = watch
+
+    def check(self) -> None:
+        """Let each of them raise what the caller is to hear while it waits."""
+        for watch in tuple(self._watches.values()):
+            watch()
 
 
 class Stopped(Exception):

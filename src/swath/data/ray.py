@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from swath.data.pacing import Feeders
 from swath.data.replay import ReplayBuffer
 from swath.errors import ClosedError, UsageError, WorkerError
 from swath.links import pack
@@ -171,7 +172,7 @@ class RayReplayBuffer:
         kind, needs = _kind(remote_config)
         self.capacity, self.batch_size = capacity, options.get("batch_size")
         self.samples_per_insert = options.get("samples_per_insert")
-        self._owner, self._closed, self._actor = True, False, None
+        self._owner, self._closed, self._actor, self._feeders = True, False, None, Feeders()
         # Two CPUs for collectors: how many there will be is not known yet.
         self._session = enter(address, ray_init_config, 2 + needs.get("CPU", 0), launch_timeout)
         self._ender: Any = weakref.finalize(self, _leave_aside, self._session)
@@ -238,6 +239,7 @@ class RayReplayBuffer:
             self._check()
             if (watch := self.watch) is not None:  # another thread may take it away
                 watch()
+            self._feeders.check()
         try:
             return answer.result()
         except failures.RayTaskError as error:
@@ -302,7 +304,7 @@ class RayReplayBuffer:
         """Continue where `save` was called; see `ReplayBuffer`."""
         self._ask("control", "load", directory, verify)
 
-    def note_feeder(self, who: str, on: bool) -> None:
+    def note_feeder(self, who: str, on: bool, watch: Callable[[], object] = lambda: None) -> None:
         """Note that a collector writes here in the background, or does not any more.
 
         Who samples, in whatever process, waits for frames until the last of them has ended.
@@ -310,7 +312,9 @@ class RayReplayBuffer:
         Args:
             who: A name that no other collector has.
             on: Whether it begins or ends.
+            watch: Called while a call waits here; it raises to end that.
         """
+        self._feeders.note(who, watch if on else None)
         self._ask("control", "note_feeder", who, on)
 
     def fail(self, error: BaseException | None) -> None:
@@ -337,6 +341,7 @@ class RayReplayBuffer:
 def _attached(about: dict[str, Any]) -> RayReplayBuffer:
     buffer = object.__new__(RayReplayBuffer)
     vars(buffer).update(about, _owner=False, _closed=False, _ender=None, _session=session())
+    buffer._feeders = Feeders()
     return buffer
 
 

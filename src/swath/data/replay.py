@@ -23,9 +23,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from swath.data import saving
-from swath.data.drawing import Draws
+from swath.data.drawing import Draws, Wanted
 from swath.data.frames import check_fit, frames_of, leaves
-from swath.data.pacing import Pace, Prefetcher, Stopped
+from swath.data.pacing import Feeders, Pace, Prefetcher, Stopped
 from swath.data.runs import Runs
 from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
 from swath.data.storage import (
@@ -92,7 +92,7 @@ class ReplayBuffer:
     one, `sample` waits for frames instead of refusing."""
     fed: bool
     """Whether others may write who are not known here, as in shared memory or where a ratio is to
-    be kept; `sample` waits then. A collector that has ended says that nobody does."""
+    be kept; `sample` waits then. The last collector that has ended says that nobody does."""
 
     def __init__(  # noqa: PLR0913 - each is one independent choice
         self,
@@ -139,6 +139,7 @@ class ReplayBuffer:
         self._closed = self._attached = False
         self._newest = 0
         self.fed = storage == "shared" or samples_per_insert is not None
+        self._feeders = Feeders()
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
         if self._directory is not None and holds_ring(self._directory):
@@ -177,7 +178,7 @@ class ReplayBuffer:
         try:
             self._write(batch)
         except BaseException:
-            self._runs = self._runs and Runs()  # what follows does not continue what was before
+            self._runs = None  # what follows does not continue what was before
             raise
 
     def _write(self, batch: TensorDictBase) -> None:
@@ -192,18 +193,21 @@ class ReplayBuffer:
             self._like = like
         if not frames:
             return
-        allowed = partial(self._pace.may_write, ring)
+        allowed = partial(self._pace.may_write, ring.words)
         with ring.writing, ring.shield:
             first = ring.claim(frames, allowed)
             if first is None:
                 first = self._pace.until(
                     lambda: ring.claim(frames, allowed),
                     lambda: self._check_lifted(ring),
-                    "to write: too few samples are drawn for samples_per_insert="
-                    f"{self._pace.samples_per_insert}",
+                    lambda: (
+                        "to write: too few samples are drawn for samples_per_insert="
+                        f"{self._pace.samples_per_insert}"
+                    ),
                 )
             kept = min(frames, self.capacity)
             try:
+                self._runs = self._current_runs(ring)
                 spans, skip = ring.spans(first, kept), frames - kept
                 seen = ring.put(spans, values, lead, mask, skip)
                 if self._runs is not None and not self._follow_rows(ring, first, seen, lead):
@@ -215,6 +219,13 @@ class ReplayBuffer:
                 raise
             ring.commit(first, kept, frames, version)
             self.writes += 1
+
+    def _current_runs(self, ring: Ring) -> Runs | None:
+        """Return what notes trajectories, if anybody draws slices, in whatever process."""
+        if not ring.words[Word.RUNS]:
+            return None
+        runs = self._runs
+        return Runs(ring) if runs is None or runs.loaded != ring.words[Word.LOADED] else runs
 
     def _follow_rows(
         self, ring: Ring, first: int, seen: Mapping[Key, np.ndarray], lead: torch.Size
@@ -260,12 +271,11 @@ class ReplayBuffer:
                     f"{type(self.sampler).__name__} needs {keys.TRAJ_IDS} in the batches; got "
                     f"{[key_name(key) for key in ring.columns]}."
                 )
-            known, ring.words[Word.RUNS] = bool(ring.words[Word.RUNS]), 1
-            if not known:
-                Runs().follow(ring, ring.numbers())
-        self._runs = Runs() if ring.words[Word.RUNS] else None
+            Runs.begin(ring)
         self._ring = ring
         self.note_version(self._newest)
+        if self._feeders:
+            ring.feed(True)
         if self._error is not None:
             self.fail(self._error)
 
@@ -332,38 +342,50 @@ class ReplayBuffer:
 
         return self._drawn(self.batch_size, check)
 
+    def _shape(self, size: int) -> tuple[int, ...]:
+        """Return the batch size of what so many frames come as, if that can ever be drawn."""
+        shape = self.sampler.shape(size)
+        if (needs := self.sampler.needs(shape)) > self.capacity:
+            raise UsageError(
+                f"{type(self.sampler).__name__} cannot draw {shape} from a buffer with capacity="
+                f"{self.capacity}: that takes {needs} frames at once. Give a larger capacity, or "
+                "ask for less."
+            )
+        return shape
+
     def _drawn(self, size: int, check: Callable[[], None]) -> Any:
         """Wait until frames may be drawn, and return a batch of them."""
-        shape = self.sampler.shape(size)
-        batch = self._draws.attempt(self._ring, shape, size)
+        wanted = Wanted(self._shape(size), size)
+        batch = self._draws.attempt(self._ring, wanted)
         if batch is not None:
             return self._draws.finish(batch)
         fed = self._is_fed()
         if not fed:
             check()  # a failure may be why
-            self._refuse_to_wait(shape)
+            self._refuse_to_wait(wanted.shape)
 
         def check_twice() -> None:
             nonlocal fed
             check()
             if not fed:
-                self._refuse_to_wait(shape)
+                self._refuse_to_wait(wanted.shape)
             fed = self._is_fed()  # if not, one more attempt shows whether the last frames sufficed
 
         batch = self._pace.until(
-            lambda: self._draws.attempt(self._ring, shape, size),
+            lambda: self._draws.attempt(self._ring, wanted),
             check_twice,
-            f"for frames to draw: {self.stats()}",
+            lambda: f"for frames to draw: {self.stats()}",
         )
         return self._draws.finish(batch)
 
     def _is_fed(self) -> bool:
         """Tell whether more frames may come, for all that is known."""
-        return self.watch is not None or self.fed or self._pace.timeout is not None
+        known = self.watch is not None or self.fed or self._pace.timeout is not None
+        return known or bool(self._feeders) or (self._ring is not None and self._ring.is_fed())
 
     def _refuse_to_wait(self, shape: tuple[int, ...]) -> None:
         ring = self._ring
-        if ring is None or not (ring.stamps < 0).any():
+        if ring is None or not ring.is_being_written():
             raise UsageError(
                 f"{type(self.sampler).__name__} cannot draw {shape} from the {len(self)} frames of "
                 f"this buffer (min_size={self._pace.min_size}, samples_per_insert="
@@ -403,6 +425,7 @@ class ReplayBuffer:
             if values.size == numbers.size:
                 values = values.reshape(numbers.shape)
             self.sampler.update(self._ring, numbers, values)
+            self._draws.news = object()
 
     # -- what is inside -------------------------------------------------------------------------
 
@@ -452,11 +475,10 @@ class ReplayBuffer:
         values = leaves(TensorDict(state["frames"], [len(state["numbers"])]))
         ring = self._ring or self._allocate(values, 1)
         check_fit(ring.columns, values, 1)
-        runs = self._runs and Runs()
         with ring.writing:
-            saving.restore(ring, values, state, runs)
-            self._runs = runs
+            self._runs = saving.restore(ring, values, state)
         self.sampler.load_state_dict(ring, state["sampler"])
+        self._draws.news = object()
 
     def save(self, directory: str | Path, *, checksum: bool = False) -> None:
         """Write all to a directory, in place of what was saved there; `load_dataset` reads it too.
@@ -510,6 +532,22 @@ class ReplayBuffer:
         buffer._use(attach(handle.fields, handle.capacity, memory, handle.directory))
         return buffer
 
+    def note_feeder(self, who: str, on: bool, watch: Callable[[], object] = lambda: None) -> None:
+        """Note that a collector writes here in the background, or does not any more.
+
+        Who samples waits for frames until the last of them has ended, in whatever process.
+
+        Args:
+            who: A name that no other collector has.
+            on: Whether it begins or ends.
+            watch: Called while something is waited for; it raises to end that.
+        """
+        self._feeders.note(who, watch if on else None)
+        if self._ring is not None:
+            self._ring.feed(bool(self._feeders))
+        if not self._feeders:
+            self.fed = False
+
     def fail(self, error: BaseException | None) -> None:
         """Let all waiting and all later calls raise an error, in all processes; None ends that."""
         self._error, self._trace = error, getattr(error, "__traceback__", None)
@@ -548,6 +586,7 @@ class ReplayBuffer:
         watch = self.watch  # another thread may take it away
         if watch is not None:
             watch()
+        self._feeders.check()
 
     def _stop_prefetch(self) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from swath.data.storage import Ring
+from swath.data.storage import Ring, Word
 from swath.rollout import keys
 
 __all__ = ["Runs", "consecutive", "depth"]
@@ -29,11 +29,25 @@ _MANY = 10_000
 class Runs:
     """Keeps for each frame where its stretch begins, and what comes before; one per writer.
 
-    A trajectory goes on where this writer last wrote a frame of it, however many batches ago.
+    A trajectory goes on where this writer last wrote a frame of it, however many batches ago; but
+    not across a state that was loaded, by whomever: numbers mean other frames since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ring: Ring) -> None:
         self._last: dict[int, int] = {}  # by trajectory that is open: its last frame
+        self.loaded = ring.words[Word.LOADED]
+
+    @staticmethod
+    def begin(ring: Ring) -> None:
+        """Let all writers keep this from now on, since somebody wants to draw slices."""
+        with ring:
+            if ring.words[Word.RUNS]:
+                return
+            # Who is writing just now may not know of it, so that each frame stands for itself.
+            rows = np.flatnonzero(ring.stamps < 0)
+            ring.begins[rows], ring.before[rows] = -1 - ring.stamps[rows], -1
+            Runs(ring).follow(ring, ring.numbers())
+            ring.words[Word.RUNS] = 1
 
     def follow(self, ring: Ring, numbers: np.ndarray, length: int | None = None) -> None:
         """Note frames that stand in their rows, in the order of time, before they are whole.

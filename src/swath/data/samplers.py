@@ -43,11 +43,19 @@ class Sampler(abc.ABC):
         """Return the batch size of what `batch_size` frames come as."""
         return (batch_size,)
 
+    def needs(self, shape: tuple[int, ...]) -> int:
+        """Return how many frames there must be at least to draw that shape."""
+        return 1
+
     @abc.abstractmethod
     def draw(
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
     ) -> np.ndarray | None:
-        """Return the numbers of frames of that shape, or None if there are not enough now."""
+        """Return the numbers of frames of that shape, or None if there are not enough now.
+
+        Asked again when frames were written or priorities updated, not before. Meanwhile writers
+        are not held back, whatever the reason.
+        """
 
     def extras(self, ring: Ring, index: np.ndarray) -> dict[str, np.ndarray]:
         """Return what stands beside the frames, by key."""
@@ -118,8 +126,11 @@ class UniformSampler(Sampler):
 
     def __init__(self, replacement: bool = True) -> None:
         self.replacement = replacement
-        self._left = np.empty(0, np.int64)
+        self._left, self._loaded = np.empty(0, np.int64), 0
         self._lock = threading.Lock()
+
+    def needs(self, shape: tuple[int, ...]) -> int:
+        return 1 if self.replacement else shape[0]
 
     def draw(
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
@@ -134,22 +145,27 @@ class UniformSampler(Sampler):
 
     def _next(self, ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray | None:
         found = self._left[:0]
+        if self._loaded != ring.words[Word.LOADED]:  # by another process: these are no frames now
+            self._loaded, self._left = ring.words[Word.LOADED], found
         while len(self._left) and (missing := count - len(found)):
             some, self._left = self._left[:missing], self._left[missing:]
             found = np.concatenate([found, some[ring.whole(some)]])
-        if len(found) < count:
+        if missing := count - len(found):
             others = rng.permutation(np.setdiff1d(ring.numbers(), found))
-            found, self._left = np.concatenate([found, others]), found
-            if len(found) < count:
+            if len(others) < missing:
+                self._left = found
                 return None
-            found, self._left = found[:count], found[count:]
+            self._left = others[missing:]
+            if len(found):  # they end one round, and are of the next like all: only not at once
+                self._left = rng.permutation(np.concatenate([self._left, found]))
+            found = np.concatenate([found, others[:missing]])
         return found
 
     def state_dict(self) -> dict[str, Any]:
         return {"left": torch.from_numpy(self._left.copy())}
 
     def load_state_dict(self, ring: Ring, state: dict[str, Any]) -> None:
-        self._left = state["left"].numpy().copy()
+        self._left, self._loaded = state["left"].numpy().copy(), ring.words[Word.LOADED]
 
 
 class SliceSampler(Sampler):
@@ -184,6 +200,9 @@ class SliceSampler(Sampler):
                 f"frames of all slices, for example {max(other, 1) * given}."
             )
         return (given, other) if self.num_slices is not None else (other, given)
+
+    def needs(self, shape: tuple[int, ...]) -> int:
+        return shape[1]
 
     def draw(
         self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator
@@ -242,7 +261,7 @@ class PrioritizedSampler(Sampler):
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self._highest = 1.0
         self._tree = _SumTree(1)
-        self._seen = self._floor = -1
+        self._seen = self._floor = self._loaded = -1
         self._waiting = np.empty(0, np.int64)
         self._lock = threading.Lock()
 
@@ -281,8 +300,9 @@ class PrioritizedSampler(Sampler):
     def _follow(self, ring: Ring) -> None:
         """Give frames that were written since the last look the highest priority."""
         low, high = ring.window()
-        if self._tree.size != ring.capacity or self._floor != ring.words[Word.FLOOR]:
-            self._tree, self._floor = _SumTree(ring.capacity), ring.words[Word.FLOOR]
+        floor, loaded = ring.words[Word.FLOOR], ring.words[Word.LOADED]
+        if self._tree.size != ring.capacity or (self._floor, self._loaded) != (floor, loaded):
+            self._tree, self._floor, self._loaded = _SumTree(ring.capacity), floor, loaded
             self._seen, self._waiting = low, self._waiting[:0]
         fresh = np.arange(max(self._seen, low), high)
         if len(self._waiting):
@@ -305,8 +325,9 @@ class PrioritizedSampler(Sampler):
             self._highest, self._seen, self._floor = (
                 state[name] for name in ("highest", "seen", "floor")
             )
+            self._loaded = ring.words[Word.LOADED]
             self._tree = _SumTree(len(state["values"]))
-            if self._tree.size == ring.capacity:  # else nothing was drawn yet, and `_follow` begins
+            if self._tree.size == ring.capacity:  # else nothing was drawn yet: all are new
                 values = np.where(ring.stamps > 0, state["values"].numpy(), 0.0)
                 self._tree.set(np.arange(self._tree.size), values)
             self._waiting = np.empty(0, np.int64)

@@ -50,11 +50,18 @@ def state_of(ring: Ring | None, draws: Draws, capacity: int) -> dict[str, Any]:
 
 
 def _ledger(ring: Ring, draws: Draws) -> dict[str, Any]:
-    return {
-        "numbers": torch.from_numpy(ring.numbers()),
+    numbers = ring.numbers()
+    ledger = {
+        "numbers": torch.from_numpy(numbers),
         "words": torch.tensor(ring.words[: Word.RUNS].tolist()),
         "sampler": draws.sampler.state_dict(),
     }
+    if ring.words[Word.RUNS]:  # the frames alone do not tell where some are missing in between
+        rows = numbers % ring.capacity
+        ledger["begins"], ledger["before"] = (
+            torch.from_numpy(one[rows]) for one in (ring.begins, ring.before)
+        )
+    return ledger
 
 
 def check_state(state: Mapping[str, Any], capacity: int) -> None:
@@ -136,6 +143,8 @@ def _read_state(path: Path, frames: int) -> dict[str, Any]:
         state = torch.load(content, map_location="cpu", weights_only=True)
         numbers = state["numbers"]
         good = _are_numbers(numbers, state["words"]) and isinstance(state["sampler"], dict)
+        runs = [state[name] for name in ("begins", "before") if name in state]
+        good &= all(one.shape == numbers.shape and one.dtype == torch.int64 for one in runs)
     except Exception as error:  # torch and zipfile raise a dozen kinds
         raise damaged(path, f"cannot be read ({error})", "the state of a buffer expected") from None
     if not good or len(numbers) != frames:
@@ -154,9 +163,12 @@ def _are_numbers(numbers: torch.Tensor, words: torch.Tensor) -> bool:
 
 
 def restore(
-    ring: Ring, values: Mapping[Key, torch.Tensor], state: Mapping[str, Any], runs: Runs | None
-) -> None:
-    """Put frames back into their rows, with the numbers that they had."""
+    ring: Ring, values: Mapping[Key, torch.Tensor], state: Mapping[str, Any]
+) -> Runs | None:
+    """Put frames back into their rows, with the numbers that they had.
+
+    Returns what their trajectories go on from, if slices of them are wanted.
+    """
     numbers = state["numbers"].numpy()
     rows = numbers % ring.capacity
     with ring:
@@ -165,9 +177,17 @@ def restore(
             tensor = ring.columns[key].tensor
             tensor[torch.from_numpy(rows)] = value.to(tensor.device)
         ring.words[: Word.RUNS] = state["words"].numpy().data
+        ring.words[Word.STARVED] = 0
+        ring.words[Word.LOADED] += 1
+        runs = Runs(ring) if ring.words[Word.RUNS] else None
         if runs is not None:
             runs.follow(ring, numbers)
+            if "begins" in state:
+                ring.begins[rows], ring.before[rows] = (
+                    state[name].numpy() for name in ("begins", "before")
+                )
         ring.stamps[rows] = numbers + 1
+    return runs
 
 
 def _paths(directory: str | Path) -> tuple[Path, Path, Path]:

@@ -13,8 +13,10 @@ the stamps, copies, and looks again. A frame that is not whole is never seen.
 *Who owns what.* A writer owns the rows that it claimed, by a lock of the kernel on as many bytes of
 the block's file, until they are whole: a writer that is a lap ahead waits for one that is slow, and
 not for one that is dead. Both locks end with their process. What a killed writer had begun stays
-negative until the ring comes round; if it died while it changed the ledger, the next one counts
-again. On the heap the same locks are between threads.
+negative until the ring comes round, or until somebody needs to know (`is_being_written`): a stamp
+alone does not tell whether a writer lives. If it died while it changed the ledger, the next one
+counts again. On the heap the same locks are between threads. A process that has a collector which
+fills the buffer shares a third lock, on the byte after the rows.
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ class _Locks:
 
     def __init__(self) -> None:
         self.writing, self.ledger = threading.Lock(), threading.Lock()
+        self.feeding = 0
 
 
 _known: weakref.WeakValueDictionary[tuple[int, int], _Locks] = weakref.WeakValueDictionary()
@@ -144,7 +147,7 @@ class Ring:
         if self._descriptor is not None:
             status = os.fstat(self._descriptor)
             locks = _known.setdefault((status.st_dev, status.st_ino), locks)
-        self._locks, self.writing = locks, locks.writing
+        self._locks, self.writing, self._feeds = locks, locks.writing, False
         self.shield = Shield()
 
     def put(
@@ -289,6 +292,48 @@ class Ring:
             for start, stop, _ in spans:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN, stop - start, 1 + start)
 
+    def is_being_written(self) -> bool:
+        """Tell whether somebody who lives is writing; what the dead had begun is cleared away."""
+        if not (self.stamps < 0).any():
+            return False
+        # The kernel knows no threads: a lock that one of ours has would seem to be free, and its
+        # end would be the end of theirs. Whoever of ours writes, or is about to, has this one.
+        if self._descriptor is None or not self.writing.acquire(blocking=False):
+            return True
+        try:
+            with self:
+                rows = np.flatnonzero(self.stamps < 0)
+                spans = [(int(r[0]), int(r[-1]) + 1, 0) for r in _stretches(rows)]
+                dead = [span for span in spans if self._own([span])]
+                for start, stop, _ in dead:
+                    self.stamps[start:stop] = 0
+                self._disown(dead)
+            return len(dead) < len(spans)
+        finally:
+            self.writing.release()
+
+    def feed(self, on: bool) -> None:
+        """Let all know that this ring's user fills the buffer, until its process ends, or not."""
+        with self:
+            self._locks.feeding += on - self._feeds
+            self._feeds = on
+            if self._descriptor is not None:
+                how = fcntl.LOCK_SH if self._locks.feeding else fcntl.LOCK_UN
+                fcntl.lockf(self._descriptor, how, 1, 1 + self.capacity)
+
+    def is_fed(self) -> bool:
+        """Tell whether somebody who lives has said so, in whatever process."""
+        with self:
+            if self._locks.feeding or self._descriptor is None:
+                return self._locks.feeding > 0
+            try:
+                how = fcntl.LOCK_EX | fcntl.LOCK_NB
+                fcntl.lockf(self._descriptor, how, 1, 1 + self.capacity)
+            except (BlockingIOError, PermissionError):
+                return True
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 1 + self.capacity)
+            return False
+
     # -- what readers ask -----------------------------------------------------------------------
 
     def spans(self, first: int, frames: int) -> list[Span]:
@@ -340,6 +385,11 @@ class Ring:
     def told(self) -> bytes:
         """Return the error that was told."""
         return self._error[: self.words[Word.ERROR]].tobytes()
+
+
+def _stretches(rows: np.ndarray) -> list[np.ndarray]:
+    """Return rows, in order, in parts that have no gaps."""
+    return np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
 
 
 def _fields(columns: _Tensors) -> tuple[Field, ...]:

@@ -39,6 +39,17 @@ class Supervisor:
                 raise self.error(number, answer)
         return answers
 
+    def answered(self, answers: Mapping[int, Any]) -> tuple[dict[int, Any], dict[int, Died]]:
+        """Return the answers of those who live, and how the others have died; raise a failure.
+
+        A failure is the answer to what was asked, and no restart would change it. A death is no
+        answer: it is to be forgiven or not as at any other time.
+        """
+        dead = {number: one for number, one in answers.items() if isinstance(one, Died)}
+        given = {number: one for number, one in answers.items() if number not in dead}
+        self.checked(given)
+        return given, dead
+
     def error(self, worker: int, event: Failed | Died) -> BaseException:
         """Return what to raise for a failure that is not forgiven."""
         if isinstance(event, Failed):
