@@ -84,10 +84,17 @@ class BaseCollector(abc.ABC):
         return None if answer is None else answer[0]
 
     def rollout(self) -> TensorDict | None:
-        """Return one rollout as it is: not split, not processed, but counted."""
+        """Return one rollout as it is: not split, not processed, but counted.
+
+        With `trajs_per_batch`, trajectories of which it has frames are not delivered as whole ones;
+        `partial()` gives the rest of them.
+        """
         self._check_open()
         with self.pause():
-            return self._rollout()
+            rollout: TensorDict | None = self._rollout()
+            if self._assembler is not None and rollout is not None:
+                self._assembler.tear(rollout)
+            return rollout
 
     def _advance(self) -> tuple[Any] | None:
         """Return the next batch in a tuple, since a batch may be None with a replay buffer."""
