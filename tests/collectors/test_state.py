@@ -15,7 +15,8 @@ from torch import nn
 
 from swath.collectors import Collector
 from swath.envs import GymEnv, SerialEnv
-from swath.errors import UsageError
+from swath.errors import EnvError, UsageError
+from swath.testing import CrashingEnv
 
 
 def stochastic(env_id: str) -> nn.Module:
@@ -116,6 +117,31 @@ def test_a_state_of_something_else_is_refused():
         pytest.raises(UsageError, match="trajs_per_batch"),
     ):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("extra", [{}, {"trajs_per_batch": 9, "traj_format": "cat"}])
+def test_a_state_replaces_what_a_failure_has_left(extra):
+    env = CrashingEnv(at_step=17)
+    with Collector(env, frames_per_batch=5, seed=2, **extra) as collector:
+        collector.rollout()
+        state = collector.state_dict()
+        with pytest.raises(EnvError, match="crashed as asked"):
+            list(collector)
+        collector.load_state_dict(state)
+        assert collector.partial() is None
+        assert collector.stats()["frames"] == 5
+
+
+@pytest.mark.parametrize("random", [{}, {"init_random_frames": 200}])
+def test_an_unseeded_state_from_before_the_first_random_action_resumes(random):
+    with make("CartPole-v1", "stochastic" if random else "random", **random) as collector:
+        for _ in range(2):  # from the start, and later
+            state = collector.state_dict()
+            expected = [collector.next() for _ in range(2)]
+            collector.load_state_dict(state)
+            for batch in expected:
+                assert same(collector.next(), batch)
+            collector.reset()
 
 
 @pytest.mark.parametrize("policy", ["random", "stochastic"])

@@ -138,7 +138,7 @@ class CrewedCollector(BaseCollector):
         return {
             number: replace(
                 plan_of(self.options, steps, number),
-                init_random_frames=quota,
+                init_random_frames=quota if self.options.init_random_frames else None,
                 first_env=self._firsts[number],
                 first_traj_id=number * _IDS_PER_WORKER,
                 worker=number,
@@ -252,14 +252,14 @@ class CrewedCollector(BaseCollector):
     def _plan_anew(self, worker: int) -> Plan:
         """Return the plan of a worker that comes later: with streams and ids that are fresh."""
         plan, made = self._plans[worker], self._rows[worker].frames
-        stream = self._streams(worker)
+        quota, stream = plan.init_random_frames, self._streams(worker)
         return replace(
             plan,
             seed=self._seed,
             first_env=self._firsts.setdefault(worker, stream),
             first_stream=stream,
             first_traj_id=next(self._incarnations) * _IDS_PER_WORKER,
-            init_random_frames=max(0, plan.init_random_frames - made),
+            init_random_frames=None if quota is None else max(0, quota - made),
         )
 
     def _up(self) -> list[int]:
@@ -296,7 +296,8 @@ class CrewedCollector(BaseCollector):
                 like = len(self._crew) % self._first_workers
                 number = self._crew.hire(like)
                 self._crew.launch([number])
-                plan = replace(self._plans[like], worker=number, init_random_frames=0)
+                plan, quota = self._plans[like], 0 if self.options.init_random_frames else None
+                plan = replace(plan, worker=number, init_random_frames=quota)
                 self._plans[number], self._rows[number] = plan, Row()
                 self._block.follow(number, self._numbers[0])
                 self._numbers.append(number)

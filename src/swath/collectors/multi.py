@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from swath.collectors.base import STORED
 from swath.collectors.crewed import CrewedCollector, Row
 from swath.collectors.single import checked_seed
-from swath.errors import UsageError
+from swath.errors import EnvError, PolicyError, UsageError
 from swath.links import pack, unpack
 from swath.policies import policy_module
 from swath.workers.messages import (
@@ -206,8 +206,13 @@ class MultiCollector(CrewedCollector):
     def _tell_all(self, message: SetSeed | Reset) -> None:
         """Let all workers cut their episodes off, in one way or the other."""
         self._supervisor.checked(self._crew.call(dict.fromkeys(self._up(), message)))
+        self._forget_episodes()
         if self._assembler is not None:
             self._assembler.discard_open()
+
+    def _forget_episodes(self) -> None:
+        """Forget what is known of the workers' episodes: others are under way now."""
+        self._open_ids.clear()
 
     def _stats(self) -> dict[str, Any]:
         return {
@@ -268,6 +273,7 @@ class MultiCollector(CrewedCollector):
         )
         return {
             "workers": [states[number].state for number in self._numbers],
+            "open_ids": [list(self._open_ids.get(number, ())) for number in self._numbers],
             "held": [(batch.clone(), frames) for batch, frames in self._held],
             "incarnation": next(self._incarnations),
             "version": self._version,
@@ -282,10 +288,12 @@ class MultiCollector(CrewedCollector):
                 f"this state is of {len(state['workers'])} workers; this collector has "
                 f"{self.num_workers}."
             )
-        self._calm(everyone=True)
+        self._drop_under_way()
         inner = dict(zip(self._numbers, state["workers"], strict=True))
         self._supervisor.checked(self._crew.call({n: PutState(one) for n, one in inner.items()}))
-        self._held = deque(state["held"])
+        self._held, self._broken_rollouts = deque(state["held"]), deque()
+        self._forget_episodes()
+        self._open_ids.update(zip(self._numbers, state["open_ids"], strict=True))
         self._incarnations = itertools.count(state["incarnation"])
         self._episodes.load_state_dict(state["episodes"])
         self._version, self._next_env = state["version"], max(self._next_env, state["next_env"])
@@ -295,6 +303,14 @@ class MultiCollector(CrewedCollector):
         for version in set(versions.values()):  # for workers that are restarted later
             holders = [number for number, one in versions.items() if one == version]
             self._block.publish(unpack(inner[holders[0]])[1], version, holders)
+
+    def _drop_under_way(self) -> None:
+        """Wait until all rest; what fails meanwhile is dropped with all else that was collected."""
+        while True:
+            try:
+                return self._calm(everyone=True)
+            except (EnvError, PolicyError):  # the worker itself lives, and has told of it
+                pass
 
     def _shutdown(self, timeout: float) -> None:
         self._ender.detach()

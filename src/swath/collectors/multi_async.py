@@ -170,7 +170,12 @@ class MultiAsyncCollector(MultiCollector):
         if rolled.frames:
             self._ready.append((order, batch, rolled.frames))
 
+    def _forget_episodes(self) -> None:
+        super()._forget_episodes()
+        self._frozen.clear()
+
     def _joined(self, worker: int) -> None:
+        self._frozen.discard(worker)
         self._ordered[worker] = deque()
         self._pools[worker] = self._new_pool(worker)
         for steps in self._owed.pop(worker, ()):

@@ -143,7 +143,8 @@ class MultiSyncCollector(MultiCollector):
         self._finish()
         done, self._round = self._round, None
         assert done is not None
-        if not any(done.rows.values()) and len(done.frozen | done.absent) == len(self._members):
+        # Envs that stay ended go on filling rows, but no row of theirs is a frame.
+        if not done.frames and len(done.frozen | done.absent) == len(self._members):
             self._pool.give_back(done.slab)
             return None
         batch, frames = self._outcome(done)
@@ -312,7 +313,9 @@ class MultiSyncCollector(MultiCollector):
             self._finish()
             done, self._round = self._round, None
             if any(done.rows.values()):
-                (self._broken_rollouts if done.failed else self._held).append(self._outcome(done))
+                outcome = self._outcome(done)
+                if outcome[1]:  # else all rows are of envs that stay ended
+                    (self._broken_rollouts if done.failed else self._held).append(outcome)
 
     def _broken(self) -> TensorDict | None:
         if self._round is not None and self._round.failed:

@@ -243,7 +243,7 @@ def plan_of(options: Options, steps: int, worker: int | None = None) -> Plan:
     return Plan(
         steps=steps,
         max_frames_per_traj=options.max_frames_per_traj,
-        init_random_frames=options.init_random_frames,
+        init_random_frames=options.init_random_frames or None,
         reset_at_each_iter=options.reset_at_each_iter,
         reset_when_done=options.reset_when_done,
         set_truncated=options.set_truncated,

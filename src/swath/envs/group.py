@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cloudpickle
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.utils import EzPickle
@@ -84,6 +85,10 @@ class Group:
         raise NotImplementedError
 
 
+_DRAWING = (gym.Env, gym.Space, gym.vector.VectorEnv)
+"""What draws random numbers from a generator of its own."""
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
     """Refuses objects whose pickling succeeds but leaves some state of the simulator out."""
 
@@ -97,6 +102,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
             why = f"TorchRL's {kind.__name__} loses the memory it shares with its envs"
         if why is not None:
             raise pickle.PicklingError(why)
+        if isinstance(obj, _DRAWING) and getattr(obj, "_np_random", obj) is None:
+            # Gymnasium makes their generators when they are first used: made after the snapshot,
+            # those of a resume and of going on would not be the same.
+            obj.np_random  # noqa: B018
         return super().reducer_override(obj)
 
 

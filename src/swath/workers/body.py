@@ -221,7 +221,7 @@ class Worker:
 
     def _collect(self, order: Collect) -> None:
         runner, slab = self._runner, self._slabs[order.slab]
-        runner.version = self._newest()
+        runner.version, runner.partial = self._newest(), None  # told of, or of a life before
         refresh = self._newest if self._job.refreshes else None
         try:
             filled = runner.collect(order.steps, slab, refresh, self._port.interrupted)
