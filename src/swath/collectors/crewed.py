@@ -118,7 +118,7 @@ class CrewedCollector(BaseCollector):
         self._forms: Ready = ready[0]
         for number in numbers:
             check_equal(self._forms, ready[number], number)
-        self._described = {number: ready[number].devices for number in numbers}
+        self._told = {number: ready[number] for number in numbers}
         spec = self._forms.weights
         if len({ready[number].weights.gpu for number in numbers}) > 1:
             spec = replace(spec, gpu=None)  # no one GPU sees them all
@@ -158,8 +158,8 @@ class CrewedCollector(BaseCollector):
     def describe(self) -> str:
         """Return the device plan: what lives where in each worker, what is copied when."""
         parts, spec = [], self._spec
-        for text in dict.fromkeys(self._described.values()):
-            who = [str(number) for number, one in self._described.items() if one == text]
+        for text in dict.fromkeys(ready.devices for ready in self._told.values()):
+            who = [str(number) for number, one in self._told.items() if one.devices == text]
             parts.append(f"workers {', '.join(who)}\n{text}")
         by_ipc = spec.gpu is not None and isinstance(self._block, WeightBlock)
         how = f"from {spec.gpu} by CUDA IPC" if by_ipc else "through memory of the host"
@@ -206,6 +206,7 @@ class CrewedCollector(BaseCollector):
             self._crew.order(worker, Begin(self._plan_anew(worker)))
         elif isinstance(report, Ready):
             check_equal(self._forms, report, worker)
+            self._told[worker] = report
             self._starting.discard(worker)
             self._unplaced.pop(worker, None)
             self._block.begin(worker)
@@ -319,3 +320,4 @@ class CrewedCollector(BaseCollector):
         """Keep nothing for a worker that does not come again."""
         self._block.forget(worker)
         self._slabs.forget(worker)
+        self._told.pop(worker, None)

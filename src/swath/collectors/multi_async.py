@@ -119,9 +119,8 @@ class MultiAsyncCollector(MultiCollector):
         return None
 
     def _lent(self, worker: int, filled: Filled) -> TensorDict:
-        interface = self._forms.interface
-        lead = (self._envs[worker],) if interface.batched or self._envs[worker] > 1 else ()
-        transfer = self._transfers[worker]
+        interface, transfer = self._told[worker].interface, self._transfers[worker]
+        lead = interface.batch_shape
         return lend(self._pools[worker], filled, interface.observations, lead, transfer)
 
     def _order(self, frames_left: float, wanted: int) -> None:

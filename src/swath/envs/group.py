@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,7 +22,16 @@ from swath.memory import Field
 from swath.rollout import CallFailed
 from swath.tree import Leaf, action_leaves, builder, key_name, observation_leaves
 
-__all__ = ["Group", "as_array", "as_declared", "called", "close_all", "comes_from"]
+__all__ = [
+    "Group",
+    "as_array",
+    "as_declared",
+    "called",
+    "close_all",
+    "comes_from",
+    "is_flag",
+    "not_a",
+]
 
 
 class Group:
@@ -155,6 +165,22 @@ def as_declared(
         f"the observation {key_name(leaf.key)} has shape {array.shape} and dtype {array.dtype}, "
         f"but the observation space declares {shape} and {leaf.dtype}. Fix the env or its space",
     )
+
+
+def is_flag(value: Any) -> bool:
+    """Tell whether an env can have meant True or False: a bool or a number, also in an array."""
+    try:
+        array = as_array(value)
+    except Exception:  # whatever a thing's own conversion may raise
+        return False
+    return array.size == 1 and array.dtype.kind in "biuf" and bool(array == array)
+
+
+def not_a(expected: str, name: str, value: Any, i: int | None) -> CallFailed:
+    """Return what to raise where an env gave something else than a number or a bool."""
+    article = "an array of one for each env" if i is None else f"a {expected}"
+    text = f"step() gave {reprlib.repr(value)} as {name}; {article} was expected. Fix the env"
+    return CallFailed(i, "step()", text)
 
 
 def close_all(things: Iterable[Any]) -> None:
