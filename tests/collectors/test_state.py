@@ -13,8 +13,9 @@ from tensordict.nn import ProbabilisticTensorDictModule as Sample
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
-from swath.collectors import Collector
-from swath.envs import GymEnv, SerialEnv
+from swath.collectors import Collector, MultiSyncCollector
+from swath.collectors.setup import packed
+from swath.envs import GymEnv, ParallelEnv, SerialEnv
 from swath.errors import EnvError, UsageError
 from swath.testing import CrashingEnv
 
@@ -105,6 +106,96 @@ def test_an_env_that_cannot_be_pickled_resumes_with_new_episodes_and_says_so():
         batch = resumed.next()
         assert resumed.stats()["frames"] == 60
     assert not ids & set(batch["collector", "traj_ids"].tolist())
+
+
+class Trap:
+    """Tells when it is unpickled."""
+
+    def __reduce__(self):
+        return pytest.fail, ("the state was unpickled",)
+
+
+class Alike(gym.Env):
+    """Its spaces are those of CartPole."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.observation_space = gym.make("CartPole-v1").observation_space
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+def two(policy=None, env="CartPole-v1", n=2, **options):
+    env = env if isinstance(env, ParallelEnv) else SerialEnv(n, env)
+    return Collector(env, policy, frames_per_batch=12, **options)
+
+
+OTHERS = {
+    "class": (lambda: MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=12), "workers"),
+    "env": (lambda: two(env=Alike), r"2 CartPole-v1.*; this collector has envs \[.*2 Alike"),
+    "spaces": (lambda: two(env="Pendulum-v1"), "Pendulum-v1"),
+    "number": (lambda: two(n=3), "of 2 CartPole-v1.*of 3 CartPole-v1"),
+    "vector env": (
+        lambda: Collector(gym.make_vec("CartPole-v1", 2, "sync"), frames_per_batch=12),
+        "GymGroup.*VectorGroup",
+    ),
+    "in processes": (lambda: two(env=ParallelEnv(2, "CartPole-v1")), "GymGroup.*ParallelGroup"),
+    "keys": (lambda: two(init_random_frames=5), r"\('collector', 'random'\)"),
+    "mask": (lambda: two(reset_when_done=False), r"\('collector', 'mask'\)"),
+    "compact": (lambda: two(compact_obs=True), "not delivered"),
+    "policy": (lambda: two(nn.Sequential(nn.Linear(4, 2), Argmax())), r"0.weight \[2, 4\]"),
+    "whole": (lambda: two(trajs_per_batch=3), "batches of one process with trajs_per_batch"),
+}
+
+
+@pytest.mark.parametrize(("make_other", "message"), OTHERS.values(), ids=OTHERS)
+def test_a_state_of_another_setup_is_refused_before_anything_is_done(make_other, message):
+    with two() as collector, make_other() as other:
+        collector.next()
+        for source, into in ((collector, other), (other, collector)):
+            state = source.state_dict()
+            state["collector"] = packed(Trap())
+            module, before = into._module(), into.stats()
+            weights = None if module is None else [p.clone() for p in module.parameters()]
+            with pytest.raises(UsageError, match=message if into is other else "this state is of"):
+                into.load_state_dict(state)
+            after = into.stats()
+            assert (after["frames"], after["batches"]) == (before["frames"], before["batches"])
+            if module is not None:
+                assert all(map(torch.equal, weights, module.parameters()))
+            assert into.next() is not None
+
+
+def test_a_state_that_is_damaged_or_old_changes_nothing_and_says_so():
+    policy = nn.Sequential(nn.Linear(4, 2), Argmax())
+    with two(policy) as collector:
+        state = collector.state_dict()
+        policy[0].weight.data.zero_()
+        torn = {**state, "collector": state["collector"][:-9]}
+        with pytest.raises(UsageError, match=r"cannot be read .*only states that you trust"):
+            collector.load_state_dict(torn)
+        with pytest.raises(UsageError, match=r"format 1, .*; 2 is expected"):
+            collector.load_state_dict({**state, "format": 1})
+        assert not policy[0].weight.any()
+        collector.load_state_dict(state)
+        assert policy[0].weight.any()
+
+
+def test_a_state_may_be_loaded_with_other_sizes_of_batches():
+    with two(seed=1, trajs_per_batch=3) as collector:
+        collector.next()
+        state = collector.state_dict()
+        expected = collector.next()["observation"][0]
+    options = {"frames_per_batch": 50, "trajs_per_batch": 1, "total_frames": 10_000}
+    with Collector(SerialEnv(2, "CartPole-v1"), **options) as other:
+        other.load_state_dict(state)
+        batch = other.next()["observation"][0]
+        assert torch.equal(batch, expected[: len(batch)])
 
 
 def test_a_state_of_something_else_is_refused():

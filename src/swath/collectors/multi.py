@@ -23,6 +23,7 @@ from tensordict import TensorDict
 
 from swath.collectors.base import STORED
 from swath.collectors.crewed import CrewedCollector, Row
+from swath.collectors.setup import Setup, fields_in_words, weights_in_words
 from swath.collectors.single import checked_seed
 from swath.errors import EnvError, PolicyError, UsageError
 from swath.links import pack, unpack
@@ -43,6 +44,9 @@ __all__ = ["MultiCollector"]
 
 class MultiCollector(CrewedCollector):
     """Workers, their weights and their state; subclasses say which rollouts make a batch."""
+
+    _batches_are: str
+    """What a batch is of, in words."""
 
     # -- rollouts -------------------------------------------------------------------------------
 
@@ -282,12 +286,25 @@ class MultiCollector(CrewedCollector):
             "episodes": self._episodes.state_dict(),
         }
 
-    def _load_source_state(self, state: Any) -> None:
-        if len(state["workers"]) != self.num_workers:
+    def _setup(self) -> Setup:
+        return {
+            "workers": f"{self.num_workers} workers",
+            "batches": self._batches_are,
+            "envs": [self._told.get(number, self._forms).envs for number in self._numbers],
+            "keys": fields_in_words(self._forms.fields),
+            "weights": weights_in_words(self._forms.weights),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken; see `BaseCollector`."""
+        if self._storing.on and self._assembler is not None:
             raise UsageError(
-                f"this state is of {len(state['workers'])} workers; this collector has "
-                f"{self.num_workers}."
+                "the workers of this collector put trajectories together by themselves since "
+                "start(); load a state before start()."
             )
+        super().load_state_dict(state)
+
+    def _load_source_state(self, state: Any) -> None:
         self._drop_under_way()
         inner = dict(zip(self._numbers, state["workers"], strict=True))
         self._supervisor.checked(self._crew.call({n: PutState(one) for n, one in inner.items()}))

@@ -62,6 +62,7 @@ class MultiAsyncCollector(MultiCollector):
 
     _without: tuple[str, ...] = ("cat_results", "preemptive_threshold", "collect_ahead")
     _refreshes = True
+    _batches_are = "batches of one worker each"
 
     def _start(self) -> None:
         self._ordered: dict[int, deque[_Order]] = {n: deque() for n in self._numbers}

@@ -70,6 +70,7 @@ class MultiSyncCollector(MultiCollector):
     """
 
     _without = ("max_lag",)
+    _batches_are = "batches of all workers"
 
     def _start(self) -> None:
         self._round: _Round | None = None
