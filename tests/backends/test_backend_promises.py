@@ -14,6 +14,7 @@ import time
 import multi_kit as kit
 import pytest
 import torch
+from gymnasium.wrappers import TimeLimit
 
 from swath.collectors import Collector
 from swath.envs import SerialEnv
@@ -75,6 +76,55 @@ def test_preempted_counts_are_exact(backend):
         batches = list(collector)
     assert check_transitions(batches) == sum(b["collector", "mask"].sum() for b in batches)
     assert 200 <= check_transitions(batches) < 202
+
+
+@NOT_RAY
+@KINDS
+def test_a_rollout_or_a_partial_between_whole_trajectories_tears_none(backend, kind):
+    options = {"frames_per_batch": 20, "trajs_per_batch": 2, "traj_format": "cat", "seed": 3}
+    whole, others = [], []
+    with backend.make(kind, [CountingEnv] * 2, **options) as collector:
+        for number in range(12):
+            whole.append(collector.next())
+            if number % 3 == 1:
+                others.append(collector.rollout())
+            if number % 5 == 4:
+                others.append(collector.partial())
+        others.append(collector.partial())
+        assert kit.each_once(whole, others) == collector.stats()["frames"]
+
+
+@NOT_RAY
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        *[(kind, {}) for kind in kit.KINDS],
+        ("sync", {"collect_ahead": True}),
+        ("sync", {"cat_results": -1}),
+    ],
+)
+def test_envs_that_stay_ended_end_the_collection(backend, kind, option):
+    makers = [lambda: TimeLimit(CountingEnv(longest=3), 50), lambda: TimeLimit(CountingEnv(), 4)]
+    options = {"frames_per_batch": 6, "reset_when_done": False, "total_frames": 100, "seed": 1}
+    with backend.make(kind, makers, **options, **option) as collector:
+        for _ in range(2):  # after a reset it goes on, and ends again
+            batches = [batch for batch, _ in zip(collector, range(50), strict=False)]
+            assert len(batches) < 20
+            assert all(batch["collector", "mask"].any() for batch in batches)
+            frames = [batch[batch["collector", "mask"]] for batch in batches]
+            assert len({row[0] for batch in frames for row in kit.rows(batch).tolist()}) == 2
+            collector.reset()
+        assert collector.stats()["episodes"] == 4
+
+
+@NOT_RAY
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_random_frames_may_be_fewer_than_envs(backend, kind, count):
+    options = {"frames_per_batch": 20, "total_frames": 80, "init_random_frames": count}
+    with backend.make(kind, [kit.wide] * 4, kit.Telling(7), **options) as collector:
+        batches = list(collector)
+    assert sum(batch["collector", "random"].sum() for batch in batches) == count
 
 
 @NOT_RAY

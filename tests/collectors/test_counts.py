@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import gymnasium as gym
+import multi_kit as kit
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from swath.collectors import Collector
 from swath.collectors.utils import restore_next, split_trajectories
 from swath.envs import SerialEnv
+from swath.testing import CountingEnv
 
 
 class Steps(gym.Env):
@@ -154,6 +156,36 @@ def test_set_truncated_marks_the_last_step_while_the_episode_goes_on():
         assert batch["next", "done"][:, -1].all()
     assert (second["observation"][:, 0] == first["next", "observation"][:, -1]).all()
     assert (second["collector", "traj_ids"] == first["collector", "traj_ids"]).all()
+
+
+@pytest.mark.parametrize("then", ["go on", "reset", "set_seed"])
+def test_a_rollout_or_a_partial_between_whole_trajectories_tears_none(then):
+    options = {"trajs_per_batch": 2, "traj_format": "cat"}
+    options["postproc"] = lambda batch: batch.set("seen", batch["action"])
+    with Collector([CountingEnv] * 2, frames_per_batch=8, seed=0, **options) as collector:
+        whole, others = [], []
+        for number in range(12):
+            whole.append(collector.next())
+            if number % 3 == 1:
+                others.append(collector.rollout())
+                assert others[-1].batch_size == (2, 4)
+                assert "seen" not in others[-1].keys()
+            if number % 5 == 4:
+                others.append(collector.partial())
+                if then == "reset":
+                    collector.reset()
+                elif then == "set_seed":
+                    collector.set_seed(number)
+        others.append(collector.partial())
+        assert kit.each_once(whole, others) == collector.stats()["frames"]
+
+
+def test_parts_that_reset_each_iter_truncates_are_whole_trajectories():
+    options = {"reset_at_each_iter": True, "set_truncated": True}
+    with Collector(endless(2), frames_per_batch=10, trajs_per_batch=4, **options) as collector:
+        batch = collector.next()
+    assert batch.batch_size == (4, 5)
+    assert batch["collector", "traj_ids"].unique().numel() == 4
 
 
 def test_an_env_that_is_not_reset_stays_ended_and_is_masked():

@@ -670,6 +670,36 @@ def test_options_of_another_delivery_are_refused():
             kind([CountingEnv], frames_per_batch=10, **{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("makers", "expected"),
+    [
+        ([CountingEnv, [CountingEnv] * 3], (4, 5)),
+        ([[CountingEnv] * 3, CountingEnv], (4, 5)),
+        ([CountingEnv, [CountingEnv]], (2, 10)),
+        ([[CountingEnv], [CountingEnv]], (2, 10)),
+    ],
+)
+def test_a_lone_env_is_a_row_among_the_envs_of_others(makers, expected):
+    with MultiSyncCollector(makers, frames_per_batch=20, cat_results=0, seed=1) as collector:
+        batches = [collector.next() for _ in range(3)]
+    assert {batch.batch_size for batch in batches} == {expected}
+    assert check_transitions(batches) == 60
+
+
+def test_a_list_of_one_has_a_dimension_of_envs():
+    options = {"frames_per_batch": 20, "seed": 1}
+    for how, expected in (("stack", (2, 1, 10)), (0, (2, 10)), (-1, (1, 20))):
+        with MultiSyncCollector([[CountingEnv]] * 2, cat_results=how, **options) as collector:
+            assert collector.next().batch_size == expected
+    with MultiAsyncCollector([[CountingEnv], CountingEnv], **options) as collector:
+        batches = [collector.next() for _ in range(8)]
+    for worker, whole in by_worker(batches).items():
+        assert whole.ndim == (2 if worker == 0 else 1)
+    assert check_transitions(batches) == 160
+    with AsyncCollector([CountingEnv], **options) as collector:
+        assert collector.next().batch_size == (1, 20)
+
+
 # -- state ----------------------------------------------------------------------------------------
 
 

@@ -459,6 +459,18 @@ def test_random_frames_stay_exact_over_restarts(tmp_path):
     assert sum(batch["collector", "random"].sum() for batch in batches) == 50
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_worker_that_has_made_its_random_frames_can_be_restarted(kind):
+    options = {"on_worker_failure": "restart", "init_random_frames": 30, "frames_per_batch": 20}
+    with kit.KINDS[kind]([kit.wide] * 2, kit.Telling(7), total_frames=400, **options) as collector:
+        batches = [collector.next() for _ in range(6)]
+        os.kill(kit.pids_of(collector)[1], signal.SIGKILL)
+        batches += list(collector)
+        assert collector.stats()["restarts"] == 1
+    assert sum(batch.numel() for batch in batches) == 400
+    assert sum(batch["collector", "random"].sum() for batch in batches) == 30
+
+
 def test_one_process_beside_fails_the_same_way():
     with AsyncCollector(lambda: CrashingEnv(at_step=25), frames_per_batch=10, seed=7) as collector:
         with pytest.raises(EnvError, match="crashed as asked") as caught:

@@ -13,9 +13,11 @@ from tensordict.nn import ProbabilisticTensorDictModule as Sample
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
-from swath.collectors import Collector
-from swath.envs import GymEnv, SerialEnv
-from swath.errors import UsageError
+from swath.collectors import Collector, MultiSyncCollector
+from swath.collectors.setup import packed
+from swath.envs import GymEnv, ParallelEnv, SerialEnv
+from swath.errors import EnvError, UsageError
+from swath.testing import CrashingEnv
 
 
 def stochastic(env_id: str) -> nn.Module:
@@ -112,10 +114,100 @@ def test_a_state_that_was_damaged_is_not_unpickled():
         state = collector.state_dict()
         for place in (0, len(state["collector"]) // 2, -1):
             state["collector"][place] += 1
-            with pytest.raises(UsageError, match="differ from their checksum"):
+            with pytest.raises(UsageError, match="differs from its checksum"):
                 collector.load_state_dict(state)
             state["collector"][place] -= 1
         collector.load_state_dict(state)
+
+
+class Trap:
+    """Tells when it is unpickled."""
+
+    def __reduce__(self):
+        return pytest.fail, ("the state was unpickled",)
+
+
+class Alike(gym.Env):
+    """Its spaces are those of CartPole."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.observation_space = gym.make("CartPole-v1").observation_space
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+def two(policy=None, env="CartPole-v1", n=2, **options):
+    env = env if isinstance(env, ParallelEnv) else SerialEnv(n, env)
+    return Collector(env, policy, frames_per_batch=12, **options)
+
+
+OTHERS = {
+    "class": (lambda: MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=12), "workers"),
+    "env": (lambda: two(env=Alike), r"2 CartPole-v1.*; this collector has envs \[.*2 Alike"),
+    "spaces": (lambda: two(env="Pendulum-v1"), "Pendulum-v1"),
+    "number": (lambda: two(n=3), "of 2 CartPole-v1.*of 3 CartPole-v1"),
+    "vector env": (
+        lambda: Collector(gym.make_vec("CartPole-v1", 2, "sync"), frames_per_batch=12),
+        "GymGroup.*VectorGroup",
+    ),
+    "in processes": (lambda: two(env=ParallelEnv(2, "CartPole-v1")), "GymGroup.*ParallelGroup"),
+    "keys": (lambda: two(init_random_frames=5), r"\('collector', 'random'\)"),
+    "mask": (lambda: two(reset_when_done=False), r"\('collector', 'mask'\)"),
+    "compact": (lambda: two(compact_obs=True), "not delivered"),
+    "policy": (lambda: two(nn.Sequential(nn.Linear(4, 2), Argmax())), r"0.weight \[2, 4\]"),
+    "whole": (lambda: two(trajs_per_batch=3), "batches of one process with trajs_per_batch"),
+}
+
+
+@pytest.mark.parametrize(("make_other", "message"), OTHERS.values(), ids=OTHERS)
+def test_a_state_of_another_setup_is_refused_before_anything_is_done(make_other, message):
+    with two() as collector, make_other() as other:
+        collector.next()
+        for source, into in ((collector, other), (other, collector)):
+            state = source.state_dict()
+            state["collector"] = packed(Trap())
+            module, before = into._module(), into.stats()
+            weights = None if module is None else [p.clone() for p in module.parameters()]
+            with pytest.raises(UsageError, match=message if into is other else "this state is of"):
+                into.load_state_dict(state)
+            after = into.stats()
+            assert (after["frames"], after["batches"]) == (before["frames"], before["batches"])
+            if module is not None:
+                assert all(map(torch.equal, weights, module.parameters()))
+            assert into.next() is not None
+
+
+def test_a_state_that_is_damaged_or_old_changes_nothing_and_says_so():
+    policy = nn.Sequential(nn.Linear(4, 2), Argmax())
+    with two(policy) as collector:
+        state = collector.state_dict()
+        policy[0].weight.data.zero_()
+        torn = {**state, "collector": state["collector"][:-9]}
+        with pytest.raises(UsageError, match=r"cannot be read .*only states that you trust"):
+            collector.load_state_dict(torn)
+        with pytest.raises(UsageError, match=r"format 1, .*; 2 is expected"):
+            collector.load_state_dict({**state, "format": 1})
+        assert not policy[0].weight.any()
+        collector.load_state_dict(state)
+        assert policy[0].weight.any()
+
+
+def test_a_state_may_be_loaded_with_other_sizes_of_batches():
+    with two(seed=1, trajs_per_batch=3) as collector:
+        collector.next()
+        state = collector.state_dict()
+        expected = collector.next()["observation"][0]
+    options = {"frames_per_batch": 50, "trajs_per_batch": 1, "total_frames": 10_000}
+    with Collector(SerialEnv(2, "CartPole-v1"), **options) as other:
+        other.load_state_dict(state)
+        batch = other.next()["observation"][0]
+        assert torch.equal(batch, expected[: len(batch)])
 
 
 def test_a_state_of_something_else_is_refused():
@@ -128,6 +220,31 @@ def test_a_state_of_something_else_is_refused():
         pytest.raises(UsageError, match="trajs_per_batch"),
     ):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("extra", [{}, {"trajs_per_batch": 9, "traj_format": "cat"}])
+def test_a_state_replaces_what_a_failure_has_left(extra):
+    env = CrashingEnv(at_step=17)
+    with Collector(env, frames_per_batch=5, seed=2, **extra) as collector:
+        collector.rollout()
+        state = collector.state_dict()
+        with pytest.raises(EnvError, match="crashed as asked"):
+            list(collector)
+        collector.load_state_dict(state)
+        assert collector.partial() is None
+        assert collector.stats()["frames"] == 5
+
+
+@pytest.mark.parametrize("random", [{}, {"init_random_frames": 200}])
+def test_an_unseeded_state_from_before_the_first_random_action_resumes(random):
+    with make("CartPole-v1", "stochastic" if random else "random", **random) as collector:
+        for _ in range(2):  # from the start, and later
+            state = collector.state_dict()
+            expected = [collector.next() for _ in range(2)]
+            collector.load_state_dict(state)
+            for batch in expected:
+                assert same(collector.next(), batch)
+            collector.reset()
 
 
 @pytest.mark.parametrize("policy", ["random", "stochastic"])

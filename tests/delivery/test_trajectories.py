@@ -250,6 +250,49 @@ def test_state_is_a_copy_that_later_pushes_do_not_touch():
     assert (state["frames"] == before).all()
 
 
+def frames_of(batch):
+    return [] if batch is None else batch["collector", "frame"].tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_frame_leaves_once_and_whole_whatever_leaves_by_another_way(seed, masked):
+    stream = Stream(seed, masked=masked)
+    assembler, whole, rest = TrajectoryAssembler(1, "cat"), [], []
+    for number in range(40):
+        rollout = stream.rollout(3)
+        if number % 5 == seed % 5:  # somebody else has it
+            assembler.tear(rollout)
+            frames = rollout["collector", "frame"]
+            rest += frames[rollout[MASK]].tolist() if masked else frames.flatten().tolist()
+        else:
+            push_and_recycle(assembler, rollout)
+        if number % 7 == 6:
+            rest += frames_of(assembler.drain())
+        if number % 11 == 10:  # what is torn stays so over a state
+            again = TrajectoryAssembler(1, "cat")
+            again.load_state_dict(assembler.state_dict())
+            assembler = again
+        whole += [batch["collector", "frame"].tolist() for batch in pop_all(assembler)]
+    rest += frames_of(assembler.drain())
+    assert [each for each in whole if each not in stream.ended] == []
+    assert sorted([*chain(*whole), *rest]) == list(range(1, stream.frames + 1))
+    assert len(whole) > 5
+
+
+def test_what_is_torn_is_forgotten_with_the_open_trajectories():
+    stream = Stream(3, num_envs=1, longest=50)
+    assembler = TrajectoryAssembler(1, "cat")
+    while stream.episodes[0]["left"] < 6:
+        stream.rollout(1)
+    assembler.push(stream.rollout(2))
+    assembler.tear(stream.rollout(2))
+    assembler.push(stream.rollout(1))
+    assert assembler.pending() == (0, 0, 3)
+    assert assembler.discard_open() == 3
+    assert assembler.state_dict() == {"frames": None, "lengths": [], "torn": []}
+
+
 @pytest.mark.parametrize("resets", [False, True])
 def test_memory_stays_flat_while_trajectories_complete_or_are_discarded(resets):
     stream = Stream(2)

@@ -7,11 +7,12 @@ import signal
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from swath.collectors import Collector
-from swath.envs import GymEnv, SerialEnv
+from swath.envs import GymEnv, ParallelEnv, SerialEnv
 from swath.errors import EnvError, UsageError
 from swath.seeding import env_seed
 from swath.testing import CountingEnv, CrashingEnv, check_transitions
@@ -146,7 +147,10 @@ WRONG_STEPS = {
         r"gave no \(observation, reward, .*ValueError: not",
     ),
     "nothing": (lambda *answer: None, r"gave no \(observation, reward, .*TypeError: cannot unpack"),
-    "no reward": (lambda o, r, *rest: (o, "good", *rest), r"gave no \(observation, .*ValueError"),
+    "no reward": (
+        lambda o, r, *rest: (o, "good", *rest),
+        r"gave 'good' as reward; a number was expected",
+    ),
 }
 
 
@@ -177,6 +181,66 @@ def test_what_reset_returns_is_checked_at_every_reset(spoil, message, after):
     with pytest.raises(EnvError, match=message) as caught:
         run()
     assert caught.value.env == 0
+
+
+OUTCOMES = {
+    "reward None": (1, None, r"step\(\) gave None as reward; a number was expected"),
+    "reward in text": (1, "1", r"gave '1' as reward"),
+    "reward list": (1, [1.0, 2.0], r"gave \[1.0, 2.0\] as reward"),
+    "terminated None": (2, None, r"gave None as terminated; a bool was expected"),
+    "terminated in text": (2, "yes", r"gave 'yes' as terminated"),
+    "truncated None": (3, None, r"gave None as truncated"),
+    "truncated NaN": (3, float("nan"), r"gave nan as truncated"),
+}
+
+
+@pytest.mark.parametrize("make", ["lone", "list", "parallel"])
+@pytest.mark.parametrize(("place", "value", "message"), OUTCOMES.values(), ids=OUTCOMES)
+def test_an_outcome_that_is_none_is_refused_where_it_comes(make, place, value, message):
+    def spoil(*answer):
+        return tuple(value if n == place else one for n, one in enumerate(answer))
+
+    bad = leaving(spoil, after=7)
+    env = {
+        "lone": lambda: bad,
+        "list": lambda: [CountingEnv, bad],
+        "parallel": lambda: ParallelEnv(2, [CountingEnv, bad]),
+    }[make]()
+    index = 0 if make == "lone" else 1
+    with Collector(env, frames_per_batch=20 * (index + 1), seed=SEED) as collector:
+        with pytest.raises(EnvError, match=rf"{message}.* \[env {index}, step 7, seed"):
+            collector.next()
+        assert check_transitions(collector.partial()) == 7 * (index + 1) + index
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_an_outcome_of_a_vector_env_that_is_none_is_refused(place):
+    class Spoilt(SyncVectorEnv):
+        def step(self, actions):
+            answer = list(super().step(actions))
+            answer[place] = np.array([None] * self.num_envs)
+            return tuple(answer)
+
+    name = ("reward", "terminated", "truncated")[place - 1]
+    with (
+        Collector(Spoilt([CountingEnv] * 2), frames_per_batch=20) as collector,
+        pytest.raises(EnvError, match=rf"gave array\(\[None, .* as {name}.*step 0"),
+    ):
+        collector.next()
+
+
+@pytest.mark.parametrize("flag", [0, np.bool_(False), np.array(False), torch.tensor(False)])
+@pytest.mark.parametrize("reward", [float("nan"), 3, True, np.float32(2), torch.tensor(2.0)])
+def test_numbers_of_all_kinds_are_rewards_and_flags(flag, reward):
+    def spoil(*answer):
+        return answer[0], reward, flag or answer[2], answer[3] or flag, answer[4]
+
+    with Collector(leaving(spoil, after=0), frames_per_batch=20) as collector:
+        batch = collector.next()
+    got = batch["next", "reward"]
+    assert got.isnan().all() if reward != reward else (got == float(reward)).all()
+    assert batch["next", "done"].any()
+    assert not batch["next", "done"].all()
 
 
 def test_an_observation_that_lacks_an_entry_is_named_by_its_key():

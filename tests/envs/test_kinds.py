@@ -41,7 +41,6 @@ ONE = {
     "GymEnv of id": lambda: GymEnv(ID),
     "GymEnv of env": lambda: GymEnv(CountingEnv()),
     "callable to GymEnv": lambda: lambda: GymEnv(ID),
-    "list of one": lambda: [CountingEnv],
 }
 MANY = {
     "list of classes": lambda: [CountingEnv] * 4,
@@ -86,6 +85,25 @@ def test_many_envs_are_delivered_as_rows(make):
 def test_gymnasium_envs_in_a_list_are_one_group_and_others_are_joined():
     assert isinstance(as_group([ID, SerialEnv(2, ID), GymEnv(ID)]), GymGroup)
     assert isinstance(as_group([ID, sync(1)]), JoinedGroup)
+
+
+LISTS_OF_ONE = {
+    "class": lambda: [CountingEnv],
+    "id": lambda: [ID],
+    "env": lambda: [CountingEnv()],
+    "GymEnv": lambda: [GymEnv(ID)],
+    "vector env": lambda: [sync(1)],
+    "tuple": lambda: (CountingEnv,),
+}
+
+
+@pytest.mark.parametrize("make", LISTS_OF_ONE.values(), ids=LISTS_OF_ONE)
+def test_a_list_of_one_has_a_dimension_of_envs(make):
+    with Collector(make(), frames_per_batch=37, seed=SEED) as collector:
+        batches = [collector.next() for _ in range(3)]
+    assert batches[0].batch_size == (1, 37)
+    assert check_transitions(batches) == 111
+    check_replay(batches, CountingEnv, SEED)
 
 
 def test_a_serial_env_of_one_keeps_its_batch_dimension():

@@ -4,13 +4,14 @@ import functools
 import io
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from gymnasium.utils import EzPickle
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from swath.collectors import Collector
-from swath.envs import GymEnv, SerialEnv, TorchCartPole
+from swath.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole
 from swath.testing import CountingEnv, check_replay, check_transitions
 
 SEED = 21
@@ -138,6 +139,40 @@ def test_a_state_can_be_loaded_twice_and_into_the_collector_it_came_from():
             collector.load_state_dict(state)
     assert check_transitions([first, *runs[0]]) == 90
     assert all((one == other).all() for one, other in zip(*runs, strict=True))
+
+
+class Lazy(gym.Env):
+    """Draws for the first time in its first step: itself, and from a space of its own."""
+
+    observation_space = gym.spaces.Box(0, 1, (2,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.space = gym.spaces.Dict({"x": gym.spaces.Box(0, 1, (), np.float64)})
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2), {}
+
+    def step(self, action):
+        return np.array([self.np_random.random(), self.space.sample()["x"]]), 0.0, False, False, {}
+
+
+LAZY = {
+    "list": lambda: [Lazy] * 2,
+    "serial": lambda: SerialEnv(2, Lazy),
+    "parallel": lambda: ParallelEnv(2, Lazy),
+    "vector": lambda: SyncVectorEnv([Lazy] * 2),
+}
+
+
+@pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
+def test_an_unseeded_state_resumes_what_has_not_drawn_yet(make):
+    with Collector(make(), frames_per_batch=20) as collector:
+        state = collector.state_dict()
+        expected = collector.next()
+    with Collector(make(), frames_per_batch=20) as collector:
+        collector.load_state_dict(state)
+        assert torch.equal(collector.next()["next", "observation"], expected["next", "observation"])
 
 
 closed = []

@@ -137,6 +137,24 @@ def rows(batch) -> np.ndarray:
     return batch["observation"].reshape(-1, 3).numpy()
 
 
+def each_once(whole, others) -> int:
+    """Assert that trajectories are whole, and that no frame came twice; return how many came.
+
+    Args:
+        whole: Batches `[frames]` of whole trajectories.
+        others: Batches of further frames.
+    """
+    for batch in whole:
+        ids = batch["collector", "traj_ids"]
+        for one in ids.unique():
+            part = batch[ids == one]
+            assert rows(part)[:, 2].tolist() == list(range(part.numel())), "a hole"
+            assert part["next", "done"][:, 0].tolist() == [False] * (part.numel() - 1) + [True]
+    seen = [tuple(row) for batch in [*whole, *others] for row in rows(batch).tolist()]
+    assert len(set(seen)) == len(seen), "a frame came twice"
+    return len(seen)
+
+
 def alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:

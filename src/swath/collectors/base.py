@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import io
 import math
-import pickle
 import uuid
 import warnings
-import zlib
 from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
@@ -24,6 +21,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.collectors.background import Background, Pause
 from swath.collectors.options import Options
+from swath.collectors.setup import FORMAT, Setup, check_state, checksum, opened, packed
 from swath.errors import ClosedError, UsageError, WorkerError
 from swath.observe.progress import Bar
 from swath.shield import Shield
@@ -85,10 +83,17 @@ class BaseCollector(abc.ABC):
         return None if answer is None else answer[0]
 
     def rollout(self) -> TensorDict | None:
-        """Return one rollout as it is: not split, not processed, but counted."""
+        """Return one rollout as it is: not split, not processed, but counted.
+
+        With `trajs_per_batch`, trajectories of which it has frames are not delivered as whole ones;
+        `partial()` gives the rest of them.
+        """
         self._check_open()
         with self.pause():
-            return self._rollout()
+            rollout: TensorDict | None = self._rollout()
+            if self._assembler is not None and rollout is not None:
+                self._assembler.tear(rollout)
+            return rollout
 
     def _advance(self) -> tuple[Any] | None:
         """Return the next batch in a tuple, since a batch may be None with a replay buffer."""
@@ -408,14 +413,14 @@ class BaseCollector(abc.ABC):
             "assembler": None if self._assembler is None else self._assembler_state(),
             "kept": (_own(self._raw), self._made and (_own(self._made[0]),)),
         }
-        blob = io.BytesIO()
-        pickle.dump(inner, blob, protocol=pickle.HIGHEST_PROTOCOL)
+        blob = packed(inner)
         state: dict[str, Any] = {
-            "format": 1,
+            "format": FORMAT,
+            "setup": self._whole_setup(),
             "frames": self._frames,
             "batches": self._batches,
-            "collector": torch.frombuffer(bytearray(blob.getvalue()), dtype=torch.uint8),
-            "checksum": zlib.crc32(blob.getbuffer()),
+            "collector": blob,
+            "checksum": checksum(blob),
         }
         if module is not None:
             state["policy"] = {k: v.detach().clone() for k, v in module.state_dict().items()}
@@ -426,36 +431,37 @@ class BaseCollector(abc.ABC):
         return self._assembler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, bit for bit where the envs could be pickled."""
+        """Continue where `state_dict` was taken, bit for bit where the envs could be pickled.
+
+        All that was collected and not delivered is replaced by that of the state. A state of
+        another set-up (envs, keys, policy, workers, whole trajectories or not) is refused before
+        anything is changed or unpickled. Load only states that you trust: their envs are pickled.
+        """
         self._check_open()
-        if state.get("format") != 1:
-            raise UsageError(
-                f"this is no state of a swath collector (format {state.get('format')!r}; 1 was "
-                "expected)."
-            )
-        inner = _unpickled(state)
-        if (inner["assembler"] is None) != (self._assembler is None):
-            raise UsageError("one of state and collector has trajs_per_batch, the other has not.")
+        check_state(state, self._whole_setup())
+        inner = opened(state)
         with self.pause():
-            module = self._module()
-            if module is not None and "policy" in state:
-                module.load_state_dict(state["policy"])
             self._load_source_state(inner["source"])
+            if "policy" in state:
+                self._load_policy(state["policy"])
             if self._assembler is not None:
                 self._assembler.load_state_dict(inner["assembler"])
-            self._raw, self._made = inner.get("kept", (None, None))
+            self._raw, self._made = inner["kept"]
             self._frames, self._batches = state["frames"], state["batches"]
 
+    @abc.abstractmethod
+    def _setup(self) -> Setup:
+        """Return what a state must have in common with its collector, in words."""
 
-def _unpickled(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what `state_dict` has pickled, unless bytes of it have changed: those may do harm."""
-    blob = state["collector"].numpy().tobytes()
-    if state.get("checksum", zlib.crc32(blob)) != zlib.crc32(blob):
-        raise UsageError(
-            "this state was changed since state_dict() returned it: its envs and counters differ "
-            "from their checksum. Take another copy of the file, or an older one."
-        )
-    return pickle.loads(blob)
+    def _whole_setup(self) -> Setup:
+        whole = "" if self._assembler is None else " with trajs_per_batch"
+        setup = self._setup()
+        return {**setup, "batches": f"{setup['batches']}{whole}"}
+
+    def _load_policy(self, weights: dict[str, Any]) -> None:
+        module = self._module()
+        if module is not None:
+            module.load_state_dict(weights)
 
 
 def _own(batch: Any) -> Any:

@@ -120,7 +120,7 @@ class CrewedCollector(BaseCollector):
         self._forms: Ready = ready[0]
         for number in numbers:
             check_equal(self._forms, ready[number], number)
-        self._described = {number: ready[number].devices for number in numbers}
+        self._told = {number: ready[number] for number in numbers}
         spec = self._forms.weights
         if len({ready[number].weights.gpu for number in numbers}) > 1:
             spec = replace(spec, gpu=None)  # no one GPU sees them all
@@ -140,7 +140,7 @@ class CrewedCollector(BaseCollector):
         return {
             number: replace(
                 plan_of(self.options, steps, number),
-                init_random_frames=quota,
+                init_random_frames=quota if self.options.init_random_frames else None,
                 first_env=self._firsts[number],
                 first_traj_id=number * _IDS_PER_WORKER,
                 worker=number,
@@ -160,8 +160,8 @@ class CrewedCollector(BaseCollector):
     def describe(self) -> str:
         """Return the device plan: what lives where in each worker, what is copied when."""
         parts, spec = [], self._spec
-        for text in dict.fromkeys(self._described.values()):
-            who = [str(number) for number, one in self._described.items() if one == text]
+        for text in dict.fromkeys(ready.devices for ready in self._told.values()):
+            who = [str(number) for number, one in self._told.items() if one.devices == text]
             parts.append(f"workers {', '.join(who)}\n{text}")
         by_ipc = spec.gpu is not None and isinstance(self._block, WeightBlock)
         how = f"from {spec.gpu} by CUDA IPC" if by_ipc else "through memory of the host"
@@ -209,6 +209,7 @@ class CrewedCollector(BaseCollector):
             self._crew.order(worker, Begin(self._plan_anew(worker)))
         elif isinstance(report, Ready):
             check_equal(self._forms, report, worker)
+            self._told[worker] = report
             self._storing.forget(worker)
             if self._storing.on and not self._share(worker):
                 return  # it was still starting when it died, and does so again
@@ -278,14 +279,14 @@ class CrewedCollector(BaseCollector):
     def _plan_anew(self, worker: int) -> Plan:
         """Return the plan of a worker that comes later: with streams and ids that are fresh."""
         plan, made = self._plans[worker], self._rows[worker].frames
-        stream = self._streams(worker)
+        quota, stream = plan.init_random_frames, self._streams(worker)
         return replace(
             plan,
             seed=self._seed,
             first_env=self._firsts.setdefault(worker, stream),
             first_stream=stream,
             first_traj_id=next(self._incarnations) * _IDS_PER_WORKER,
-            init_random_frames=max(0, plan.init_random_frames - made),
+            init_random_frames=None if quota is None else max(0, quota - made),
         )
 
     def _up(self) -> list[int]:
@@ -322,7 +323,8 @@ class CrewedCollector(BaseCollector):
                 like = len(self._crew) % self._first_workers
                 number = self._crew.hire(like)
                 self._crew.launch([number])
-                plan = replace(self._plans[like], worker=number, init_random_frames=0)
+                plan, quota = self._plans[like], 0 if self.options.init_random_frames else None
+                plan = replace(plan, worker=number, init_random_frames=quota)
                 self._plans[number], self._rows[number] = plan, Row()
                 self._block.follow(number, self._numbers[0])
                 self._numbers.append(number)
@@ -344,3 +346,4 @@ class CrewedCollector(BaseCollector):
         """Keep nothing for a worker that does not come again."""
         self._block.forget(worker)
         self._slabs.forget(worker)
+        self._told.pop(worker, None)

@@ -23,8 +23,9 @@ from tensordict import TensorDict
 
 from swath.collectors.base import STORED
 from swath.collectors.crewed import CrewedCollector, Row
+from swath.collectors.setup import Setup, fields_in_words, weights_in_words
 from swath.collectors.single import checked_seed
-from swath.errors import UsageError
+from swath.errors import EnvError, PolicyError, UsageError
 from swath.links import pack, unpack
 from swath.policies import policy_module
 from swath.workers.messages import (
@@ -43,6 +44,9 @@ __all__ = ["MultiCollector"]
 
 class MultiCollector(CrewedCollector):
     """Workers, their weights and their state; subclasses say which rollouts make a batch."""
+
+    _batches_are: str
+    """What a batch is of, in words."""
 
     # -- rollouts -------------------------------------------------------------------------------
 
@@ -222,8 +226,13 @@ class MultiCollector(CrewedCollector):
         """
         _, dead = self._supervisor.answered(self._crew.call(dict.fromkeys(self._up(), message)))
         self._mend_all(dead)
+        self._forget_episodes()
         if self._assembler is not None:
             self._assembler.discard_open()
+
+    def _forget_episodes(self) -> None:
+        """Forget what is known of the workers' episodes: others are under way now."""
+        self._open_ids.clear()
 
     def _stats(self) -> dict[str, Any]:
         return {
@@ -280,6 +289,7 @@ class MultiCollector(CrewedCollector):
         states = self._ask_all(lambda number: TakeState())
         return {
             "workers": [states[number].state for number in self._numbers],
+            "open_ids": [list(self._open_ids.get(number, ())) for number in self._numbers],
             "held": [(batch.clone(), frames) for batch, frames in self._held],
             "incarnation": next(self._incarnations),
             "version": self._version,
@@ -288,20 +298,31 @@ class MultiCollector(CrewedCollector):
             "episodes": self._episodes.state_dict(),
         }
 
-    def _load_source_state(self, state: Any) -> None:
-        if len(state["workers"]) != self.num_workers:
-            raise UsageError(
-                f"this state is of {len(state['workers'])} workers; this collector has "
-                f"{self.num_workers}."
-            )
+    def _setup(self) -> Setup:
+        return {
+            "workers": f"{self.num_workers} workers",
+            "batches": self._batches_are,
+            "envs": [self._told.get(number, self._forms).envs for number in self._numbers],
+            "keys": fields_in_words(self._forms.fields),
+            "weights": weights_in_words(self._forms.weights),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken; see `BaseCollector`."""
         if self._storing.on and self._assembler is not None:
             raise UsageError(
-                "with trajs_per_batch the workers put trajectories together by themselves since "
-                "start(), and this state has others; make a new collector, load it there, start it."
+                "the workers of this collector put trajectories together by themselves since "
+                "start(); load a state before start()."
             )
+        super().load_state_dict(state)
+
+    def _load_source_state(self, state: Any) -> None:
+        self._drop_under_way()
         inner = dict(zip(self._numbers, state["workers"], strict=True))
         self._ask_all(lambda number: PutState(inner[number]))
-        self._held = deque(state["held"])
+        self._held, self._broken_rollouts = deque(state["held"]), deque()
+        self._forget_episodes()
+        self._open_ids.update(zip(self._numbers, state["open_ids"], strict=True))
         self._incarnations = itertools.count(state["incarnation"])
         self._episodes.load_state_dict(state["episodes"])
         self._version, self._next_env = state["version"], max(self._next_env, state["next_env"])
@@ -311,6 +332,14 @@ class MultiCollector(CrewedCollector):
         for version in set(versions.values()):  # for workers that are restarted later
             holders = [number for number, one in versions.items() if one == version]
             self._block.publish(unpack(inner[holders[0]])[1], version, holders)
+
+    def _drop_under_way(self) -> None:
+        """Wait until all rest; what fails meanwhile is dropped with all else that was collected."""
+        while True:
+            try:
+                return self._calm(everyone=True)
+            except (EnvError, PolicyError):  # the worker itself lives, and has told of it
+                pass
 
     def _shutdown(self, timeout: float) -> None:
         self._ender.detach()

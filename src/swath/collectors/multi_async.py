@@ -62,6 +62,7 @@ class MultiAsyncCollector(MultiCollector):
 
     _without: tuple[str, ...] = ("cat_results", "preemptive_threshold", "collect_ahead")
     _refreshes = True
+    _batches_are = "batches of one worker each"
 
     def _start(self) -> None:
         self._ordered: dict[int, deque[_Order]] = {n: deque() for n in self._numbers}
@@ -119,9 +120,8 @@ class MultiAsyncCollector(MultiCollector):
         return None
 
     def _lent(self, worker: int, filled: Filled) -> TensorDict:
-        interface = self._forms.interface
-        lead = (self._envs[worker],) if interface.batched or self._envs[worker] > 1 else ()
-        transfer = self._transfers[worker]
+        interface, transfer = self._told[worker].interface, self._transfers[worker]
+        lead = interface.batch_shape
         return lend(self._pools[worker], filled, interface.observations, lead, transfer)
 
     def _order(self, frames_left: float, wanted: int) -> None:
@@ -170,7 +170,12 @@ class MultiAsyncCollector(MultiCollector):
         if rolled.frames:
             self._ready.append((order, batch, rolled.frames))
 
+    def _forget_episodes(self) -> None:
+        super()._forget_episodes()
+        self._frozen.clear()
+
     def _joined(self, worker: int) -> None:
+        self._frozen.discard(worker)
         self._ordered[worker] = deque()
         self._pools[worker] = self._new_pool(worker)
         for steps in self._owed.pop(worker, ()):

@@ -70,6 +70,7 @@ class MultiSyncCollector(MultiCollector):
     """
 
     _without = ("max_lag",)
+    _batches_are = "batches of all workers"
 
     def _start(self) -> None:
         self._round: _Round | None = None
@@ -81,6 +82,8 @@ class MultiSyncCollector(MultiCollector):
         stops = list(itertools.accumulate(self._envs[number] for number in members))
         spans = zip([0, *stops], stops, strict=False)
         self._members = dict(zip(members, spans, strict=True))
+        # A worker's lone env is one row among the envs of others who have several.
+        self._batched = any(self._told[number].interface.batched for number in members)
         self._lead = self._arranged()
         longest = max(self._plans[number].steps for number in members)
         layout = Layout(self._forms.fields, longest, stops[-1], self.options.memory_order)
@@ -105,7 +108,7 @@ class MultiSyncCollector(MultiCollector):
         """Return how the envs of all workers are arranged in a batch, before any concatenation."""
         envs = [self._envs[number] for number in self._members]
         steps = [self._plans[number].steps for number in self._members]
-        batched, total = self._forms.interface.batched, sum(envs)
+        batched, total = self._batched, sum(envs)
         if self._assembler is not None:
             return (total,)
         even, even_steps = len(set(envs)) == 1, len(set(steps)) == 1
@@ -143,7 +146,8 @@ class MultiSyncCollector(MultiCollector):
         self._finish()
         done, self._round = self._round, None
         assert done is not None
-        if not any(done.rows.values()) and len(done.frozen | done.absent) == len(self._members):
+        # Envs that stay ended go on filling rows, but no row of theirs is a frame.
+        if not done.frames and len(done.frozen | done.absent) == len(self._members):
             self._pool.give_back(done.slab)
             return None
         batch, frames = self._outcome(done)
@@ -277,10 +281,9 @@ class MultiSyncCollector(MultiCollector):
     def _concatenated(self, batch: TensorDict, done: _Round) -> TensorDict:
         """Return the batch joined along time, if that was asked for; this copies."""
         how = self.options.cat_results
-        batched = self._forms.interface.batched
         if self._assembler is not None:
             return batch
-        if how == "stack" or (how == 0 and batched):
+        if how == "stack" or (how == 0 and self._batched):
             return self._of_those_there(batch, done) if done.absent else batch
         parts = [batch[i][..., : done.rows.get(w, 0)] for i, w in enumerate(self._members)]
         joined: TensorDict = torch.cat(parts, -1)
@@ -312,7 +315,9 @@ class MultiSyncCollector(MultiCollector):
             self._finish()
             done, self._round = self._round, None
             if any(done.rows.values()):
-                (self._broken_rollouts if done.failed else self._held).append(self._outcome(done))
+                outcome = self._outcome(done)
+                if outcome[1]:  # else all rows are of envs that stay ended
+                    (self._broken_rollouts if done.failed else self._held).append(outcome)
 
     def _broken(self) -> TensorDict | None:
         if self._round is not None and self._round.failed:

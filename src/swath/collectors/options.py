@@ -27,6 +27,18 @@ _LEAST = {
     "num_workers": 1,
     "max_lag": 0,
 }
+_CLASHES = {
+    ("trajs_per_batch", "split_trajs"): "trajs_per_batch already delivers whole trajectories",
+    ("trajs_per_batch", "compact_obs"): "whole trajectories hold their next observations",
+    ("trajs_per_batch", "reset_when_done"): "an env that stays ended has one trajectory",
+    ("reset_at_each_iter", "reset_when_done"): (
+        "reset_at_each_iter resets what reset_when_done=False leaves alone"
+    ),
+    ("update_at_each_batch", "max_weight_update_interval"): (
+        "the first publishes before each batch anyway"
+    ),
+}
+"""Pairs of options that cannot both be other than by default, and why."""
 _LONGEST = 1e6
 """Seconds that can be waited for; the system cannot count many more in milliseconds."""
 Device: TypeAlias = "str | torch.device | None"
@@ -90,7 +102,8 @@ class Options:
     exploration_type: InteractionType | str = InteractionType.RANDOM
     """How probabilistic policies choose: random, mode, median, mean or deterministic."""
     set_truncated: bool = False
-    """Mark the last step of each batch as truncated, though the episode goes on in the next."""
+    """Mark the last step of each batch as truncated, though the episode goes on in the next; with
+    `trajs_per_batch` only beside `reset_at_each_iter`, where it does not go on."""
     compact_obs: bool = False
     """Do not store next observations twice; see `swath.collectors.utils.restore_next`."""
     memory_order: MemoryOrder = "time"
@@ -362,37 +375,19 @@ class Options:
                 _check_device(name, value)
 
     def _check_combinations(self) -> None:
-        whole = self.trajs_per_batch is not None
-        for clash, reason in (
-            (whole and self.split_trajs, "trajs_per_batch already delivers whole trajectories"),
-            (whole and self.compact_obs, "whole trajectories hold their next observations"),
-            (whole and not self.reset_when_done, "an env that stays ended has one trajectory"),
-            (not whole and self.traj_format != "padded", "traj_format goes with trajs_per_batch"),
-            (
-                self.reset_at_each_iter and not self.reset_when_done,
-                "reset_at_each_iter resets what reset_when_done=False leaves alone",
-            ),
-            (
-                self.update_at_each_batch and self.max_weight_update_interval != -1,
-                "the first publishes before each batch anyway",
-            ),
-        ):
-            if clash:
-                names = [
-                    name
-                    for name in (
-                        "trajs_per_batch",
-                        "split_trajs",
-                        "compact_obs",
-                        "reset_when_done",
-                        "traj_format",
-                        "reset_at_each_iter",
-                        "update_at_each_batch",
-                        "max_weight_update_interval",
-                    )
-                    if getattr(self, name) != _default(name)
-                ]
+        """Refuse pairs of options of which one takes away what the other is for."""
+        for names, reason in _CLASHES.items():
+            if all(getattr(self, name) != _default(name) for name in names):
                 raise UsageError(f"{' and '.join(names)} do not go together: {reason}.")
+        if self.trajs_per_batch and self.set_truncated and not self.reset_at_each_iter:
+            raise UsageError(
+                "trajs_per_batch and set_truncated do not go together: what is marked truncated at "
+                "the end of a rollout goes on in the next, so parts would pass for whole "
+                "trajectories. Leave set_truncated out, or give reset_at_each_iter=True as well, "
+                "which ends them there."
+            )
+        if self.traj_format != "padded" and self.trajs_per_batch is None:
+            raise UsageError("traj_format goes with trajs_per_batch; give that, or leave it out.")
 
     def check_policy(self, policy: Any) -> None:
         """Refuse a policy beside a `policy_factory`."""

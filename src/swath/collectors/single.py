@@ -13,12 +13,13 @@ from tensordict import TensorDict
 
 from swath.collectors.base import BaseCollector
 from swath.collectors.options import Options
+from swath.collectors.setup import Setup, fields_in_words, weights_in_words
 from swath.envs import as_group, parted
 from swath.errors import UsageError
 from swath.links import pack, unpack
 from swath.memory.weights import WeightSpec, copy_weights, named_weights
 from swath.policies import made_by, policy_module
-from swath.rollout import DeviceRunner, Plan, described, runner_for
+from swath.rollout import DeviceRunner, Plan, described, envs_in_words, runner_for
 
 __all__ = ["Collector"]
 
@@ -210,9 +211,21 @@ class Collector(BaseCollector):
                 stacklevel=3,
             )
         self._runner.load_state_dict(state)
+
+    def _load_policy(self, weights: dict[str, Any]) -> None:
+        super()._load_policy(weights)
         if self._own_policy is not None:
             self._published = None
             copy_weights(self._module(), self._own_policy)
+
+    def _setup(self) -> Setup:
+        fields = [place.field for place in self._runner.layout.places.values()]
+        return {
+            "batches": "batches of one process",
+            "envs": [envs_in_words(self._runner)],
+            "keys": fields_in_words(fields),
+            "weights": weights_in_words(WeightSpec.of(self._module())),
+        }
 
 
 Collector.__signature__ = Options.signature()  # type: ignore[attr-defined]
@@ -245,7 +258,7 @@ def plan_of(options: Options, steps: int, worker: int | None = None) -> Plan:
     return Plan(
         steps=steps,
         max_frames_per_traj=options.max_frames_per_traj,
-        init_random_frames=options.init_random_frames,
+        init_random_frames=options.init_random_frames or None,
         reset_at_each_iter=options.reset_at_each_iter,
         reset_when_done=options.reset_when_done,
         set_truncated=options.set_truncated,

@@ -35,6 +35,7 @@ class Pending(NamedTuple):
     trajectories: int
     frames: int
     open_frames: int
+    """Of trajectories that have not ended, or of which some frames were given away."""
 
 
 class TrajectoryAssembler:
@@ -42,6 +43,10 @@ class TrajectoryAssembler:
 
     A trajectory may span many rollouts; it is complete when `("next", "done")` is true on its
     last frame. Trajectories leave in the order in which they ended, envs in order within a step.
+
+    A frame leaves once, and a trajectory leaves `pop` whole or not at all: of one that is torn,
+    since some of its frames left by `drain` or went past (`tear`), the other frames are kept for
+    `drain`.
 
     Examples:
         >>> ids, done = torch.tensor([0, 0, 1]), torch.tensor([[False], [True], [False]])
@@ -65,6 +70,7 @@ class TrajectoryAssembler:
         self._clear()
 
     def _clear(self) -> None:
+        self._torn: set[int] = set()
         none = torch.empty(0, dtype=torch.int64)
         self._hold(TensorDict({TRAJ_IDS: none, NEXT_DONE: none.bool()}, [0]), [], 0)
 
@@ -99,8 +105,17 @@ class TrajectoryAssembler:
         for traj_id, piece in zip(ids[last].tolist(), rows, strict=True):
             self._open.setdefault(traj_id, []).append(piece)
         for traj_id in ids[last[done[last]].sort().values].tolist():  # in the order of their ends
-            self._complete.append(torch.cat(self._open.pop(traj_id)))
+            if traj_id not in self._torn:
+                self._complete.append(torch.cat(self._open.pop(traj_id)))
         self._used = end
+
+    def tear(self, rollout: TensorDictBase) -> None:
+        """Take note that the frames of a rollout `[..., T]` have gone another way."""
+        keys = [key for key in (TRAJ_IDS, NEXT_DONE, MASK) if key in rollout.keys(True)]
+        frames = _by_time(rollout.select(*keys))
+        ends = frames[TRAJ_IDS][frames[NEXT_DONE].flatten()].tolist()
+        torn = {*frames[TRAJ_IDS].tolist()}
+        self._torn |= (torn - {*ends}) | (torn & self._open.keys())
 
     def _make_room(self, wanted: int) -> None:
         """Move what is held to the front, and to more memory if that leaves too few free rows."""
@@ -142,15 +157,17 @@ class TrajectoryAssembler:
 
     def drain(self) -> TensorDict | None:
         """Return all that is held as `[frames]`, complete trajectories first; None if nothing."""
-        frames = self.state_dict()["frames"]
+        frames, torn = self.state_dict()["frames"], self._torn | self._open.keys()
         self._clear()
+        self._torn = torn  # those that go on have lost their beginning
         return frames
 
     def discard_open(self, ids: Iterable[int] | None = None) -> int:
         """Forget unfinished trajectories, all or these, and return how many frames they had."""
         before = self.pending().open_frames
-        for traj_id in list(self._open if ids is None else ids):
+        for traj_id in list({*self._open, *self._torn} if ids is None else ids):
             self._open.pop(traj_id, None)
+            self._torn.discard(traj_id)
         return before - self.pending().open_frames
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,11 +176,13 @@ class TrajectoryAssembler:
         return {
             "frames": self._read(rows) if len(rows) else None,
             "lengths": [len(each) for each in self._complete],
+            "torn": sorted(self._torn),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what `state_dict` returned, and nothing else."""
         self._clear()
+        self._torn.update(state["torn"])
         if (frames := state["frames"]) is not None:
             self._hold(frames.clone(), state["lengths"], len(frames))
 

@@ -99,6 +99,8 @@ class _BoundBatch:
             self._reward[t] = reward
             self._terminated[t] = terminated
             self._truncated[t] = truncated
+        except CallFailed:
+            raise
         except Exception as error:
             raise CallFailed(None, "step()") from error
         self._write(t + 1, observation, group.live if len(group.live) < group.num_envs else None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
 import cloudpickle
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.utils import EzPickle
@@ -21,7 +23,16 @@ from swath.memory import Field
 from swath.rollout import CallFailed
 from swath.tree import Leaf, action_leaves, builder, key_name, observation_leaves
 
-__all__ = ["Group", "as_array", "as_declared", "called", "close_all", "comes_from"]
+__all__ = [
+    "Group",
+    "as_array",
+    "as_declared",
+    "called",
+    "close_all",
+    "comes_from",
+    "is_flag",
+    "not_a",
+]
 
 
 class Group:
@@ -88,6 +99,10 @@ class Group:
         raise NotImplementedError
 
 
+_DRAWING = (gym.Env, gym.Space, gym.vector.VectorEnv)
+"""What draws random numbers from a generator of its own."""
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
     """Refuses objects whose pickling succeeds but leaves some state of the simulator out."""
 
@@ -101,6 +116,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
             why = f"TorchRL's {kind.__name__} loses the memory it shares with its envs"
         if why is not None:
             raise pickle.PicklingError(why)
+        if isinstance(obj, _DRAWING) and getattr(obj, "_np_random", obj) is None:
+            # Gymnasium makes their generators when they are first used: made after the snapshot,
+            # those of a resume and of going on would not be the same.
+            obj.np_random  # noqa: B018
         return super().reducer_override(obj)
 
 
@@ -150,6 +169,22 @@ def as_declared(
         f"the observation {key_name(leaf.key)} has shape {array.shape} and dtype {array.dtype}, "
         f"but the observation space declares {shape} and {leaf.dtype}. Fix the env or its space",
     )
+
+
+def is_flag(value: Any) -> bool:
+    """Tell whether an env can have meant True or False: a bool or a number, also in an array."""
+    try:
+        array = as_array(value)
+    except Exception:  # whatever a thing's own conversion may raise
+        return False
+    return array.size == 1 and array.dtype.kind in "biuf" and bool(array == array)
+
+
+def not_a(expected: str, name: str, value: Any, i: int | None) -> CallFailed:
+    """Return what to raise where an env gave something else than a number or a bool."""
+    article = "an array of one for each env" if i is None else f"a {expected}"
+    text = f"step() gave {reprlib.repr(value)} as {name}; {article} was expected. Fix the env"
+    return CallFailed(i, "step()", text)
 
 
 def close_all(things: Iterable[Any], timeout: float | None = None) -> None:

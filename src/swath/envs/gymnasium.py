@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from swath.envs.group import Group, as_declared, close_all
+from swath.envs.group import Group, as_declared, close_all, is_flag, not_a
 from swath.envs.info import InfoNames, info_fields, info_writer
 from swath.memory import Slab
 from swath.rollout import CallFailed, keys
@@ -101,6 +101,9 @@ def _bare(env: gym.Env[Any, Any]) -> tuple[gym.Env[Any, Any], int | None]:
     return env, limit
 
 
+_FLAGS = frozenset((bool, np.bool_))
+
+
 class _BoundGym:
     """A `GymGroup` that writes into one slab."""
 
@@ -110,7 +113,8 @@ class _BoundGym:
         self._group = group
         self._leaves = group.observations
         self._obs = [slab.arrays[leaf.key] for leaf in self._leaves]
-        self._reward = slab.arrays[keys.REWARD][:, :, 0]
+        # A memory view takes numbers only: numpy makes NaN of None and a number of text.
+        self._reward = slab.arrays[keys.REWARD][:, :, 0].data
         self._terminated = slab.arrays[keys.NEXT_TERMINATED][:, :, 0]
         self._truncated = slab.arrays[keys.NEXT_TRUNCATED][:, :, 0]
         self._actions = _action_reader(group, slab)
@@ -128,8 +132,8 @@ class _BoundGym:
 
     def step(self, t: int) -> Sequence[int]:
         (flat, leaf, shape, dtype), array = self._form, np.ndarray
-        rows, rewards, info_to = [o[t + 1] for o in self._obs], self._reward[t], self._info
-        row = rows[0]
+        rows, rewards, info_to = [o[t + 1] for o in self._obs], self._reward, self._info
+        row, no = rows[0], np.False_
         ended: list[int] = []
         i = 0
         try:
@@ -145,11 +149,15 @@ class _BoundGym:
                     row[i] = observation
                 else:
                     self._write(observation, rows, i)
-                rewards[i] = reward
-                if terminated or truncated:
-                    self._terminated[t, i] = terminated
-                    self._truncated[t, i] = truncated
-                    ended.append(i)
+                try:
+                    rewards[t, i] = reward
+                except Exception as error:
+                    raise not_a("number", "reward", reward, i) from error
+                # There is one False of Python and one of numpy: what is neither is looked at.
+                if (terminated is not False and terminated is not no) or (
+                    truncated is not False and truncated is not no
+                ):
+                    self._note_end(t, i, terminated, truncated, ended)
                 if info_to is not None:
                     info_to(info, t, i)
         except CallFailed as failure:
@@ -160,6 +168,16 @@ class _BoundGym:
             raised.completed = self._before(i)
             raise raised from error
         return ended
+
+    def _note_end(self, t: int, i: int, terminated: Any, truncated: Any, ended: list[int]) -> None:
+        """Write the flags of env i and add it to those that ended, if one of them is True."""
+        for name, value in (("terminated", terminated), ("truncated", truncated)):
+            if value.__class__ not in _FLAGS and not is_flag(value):
+                raise not_a("bool", name, value, i)
+        if terminated or truncated:
+            self._terminated[t, i] = terminated
+            self._truncated[t, i] = truncated
+            ended.append(i)
 
     def _calls(self, t: int) -> Iterable[tuple[int, Callable[..., Any], Any]]:
         """Return number, `step` and action of each env that is not frozen."""

@@ -60,7 +60,8 @@ def _from_list(
     try:
         for source in sources:
             groups.append(as_group(source, kwargs, info_keys))
-        return groups[0] if len(groups) == 1 else join(groups)
+        # A list has a dimension of envs, as does a vector env: one env in it, too.
+        return groups[0] if len(groups) == 1 and groups[0].batched else join(groups)
     except BaseException:
         close_all(groups)  # nobody else will
         raise

@@ -8,7 +8,6 @@ import gymnasium as gym
 
 from swath.envs.base import Env
 from swath.envs.info import InfoNames
-from swath.envs.joined import join
 from swath.envs.make import as_group
 from swath.errors import UsageError
 
@@ -73,6 +72,4 @@ class SerialEnv(Env):
         if group.num_envs != num_envs:
             group.close()
             raise UsageError(f"num_envs is {num_envs}, but {group.num_envs} envs were made.")
-        if not group.batched:  # one env, which alone would have no batch dimension
-            group = join([group])
         super().__init__(group)

@@ -20,7 +20,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeObservation
 
 from swath.envs.batch import BatchGroup
-from swath.envs.group import comes_from
+from swath.envs.group import as_array, comes_from, not_a
 from swath.envs.info import InfoNames, first_present, info_fields
 from swath.errors import UsageError
 from swath.rollout import CallFailed
@@ -68,7 +68,11 @@ class VectorGroup(BatchGroup):
             self._seeds, self._first = [int(seed) for seed in seeds], None
 
     def step_envs(self, actions: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any, Any]:
-        return self.env.step(self.build_action(actions))
+        answer: tuple[Any, Any, Any, Any, Any] = self.env.step(self.build_action(actions))
+        for name, value in zip(_OUTCOME, answer[1:4], strict=True):
+            if value.__class__ is not np.ndarray or value.dtype.kind not in "fbiu":
+                _check_outcome(name, value)
+        return answer
 
     def reset_envs(self, which: Sequence[int] | None) -> Any:
         if which is None:
@@ -118,6 +122,15 @@ class _ResetMask(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return dict, ()
+
+
+_OUTCOME = ("reward", "terminated", "truncated")
+
+
+def _check_outcome(name: str, value: Any) -> None:
+    """Refuse what numpy would make NaN or False of: None and objects."""
+    if as_array(value).dtype.kind not in "fbiu":
+        raise not_a("number" if name == "reward" else "bool", name, value, None)
 
 
 def _autoreset_mode(env: Any) -> AutoresetMode:

@@ -47,8 +47,12 @@ class ActionSampler:
         self.seed(None)
 
     def seed(self, seed: int | None) -> None:
-        """Restart the stream of every env."""
-        self._seed: int | None = seed
+        """Restart the stream of every env; without a seed, from one that nobody else has.
+
+        It is chosen here, not when numbers are first drawn: a state that is taken before has to
+        lead to the same numbers as going on.
+        """
+        self._seed: Any = np.random.SeedSequence(seed).entropy
         self._made: list[np.random.Generator] | None = None
 
     @property
@@ -68,12 +72,12 @@ class ActionSampler:
             for leaf, start, end in zip(self._leaves, starts, self._ends, strict=False)
         ]
 
-    def state_dict(self) -> tuple[int | None, list[Any] | None]:
+    def state_dict(self) -> tuple[int, list[Any] | None]:
         """Return the seed, and the state of each generator if they were used."""
         made = self._made
         return self._seed, made and [generator.bit_generator.state for generator in made]
 
-    def load_state_dict(self, state: tuple[int | None, list[Any] | None]) -> None:
+    def load_state_dict(self, state: tuple[int, list[Any] | None]) -> None:
         """Continue from what `state_dict` returned."""
         self.seed(state[0])
         for generator, inner in zip(

@@ -1,6 +1,6 @@
 """The one loop in which a policy meets envs, and what is carried from rollout to rollout."""
 
-from swath.rollout.describe import described
+from swath.rollout.describe import described, envs_in_words
 from swath.rollout.device import DeviceRunner, runner_for
 from swath.rollout.env import BoundEnvs, CallFailed, EnvGroup
 from swath.rollout.plan import Devices, Filled, Plan, lend, slab_for
@@ -18,6 +18,7 @@ __all__ = [
     "Runner",
     "Transfer",
     "described",
+    "envs_in_words",
     "lend",
     "runner_for",
     "slab_for",

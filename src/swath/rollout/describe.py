@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import gymnasium as gym
 
 from swath.policies.base import TorchPolicy
 from swath.rollout.device import DeviceRunner
 from swath.rollout.runner import Runner
 
-__all__ = ["described"]
+__all__ = ["described", "envs_in_words"]
+
+
+def envs_in_words(runner: Runner) -> str:
+    """Return what envs there are and how they are held: what can take over what others have left.
+
+    Examples:
+        >>> from swath.envs import SerialEnv
+        >>> from swath.rollout import Plan
+        >>> envs_in_words(Runner(SerialEnv(2, "CartPole-v1").group, None, Plan(steps=1)))
+        'GymGroup of 2 CartPole-v1, Runner'
+    """
+    return f"{_envs_of(runner.group)}, {type(runner).__name__}"
+
+
+def _envs_of(group: Any) -> str:
+    parts = getattr(group, "parts", None)
+    if parts is not None:
+        return f"{type(group).__name__} of {' and '.join(_envs_of(part) for part, *_ in parts)}"
+    envs = getattr(group, "envs", [getattr(group, "env", None)])
+    names = " or ".join(dict.fromkeys(_name(env) for env in envs if env is not None))
+    processes = len(getattr(group, "links", ()))
+    where = f" in {processes} processes" if processes else ""
+    return f"{type(group).__name__} of {group.num_envs} {names}{where}".replace("  ", " ")
+
+
+def _name(env: Any) -> str:
+    """Return the id under which an env is registered, or its class."""
+    if not isinstance(env, (gym.Env, gym.vector.VectorEnv)):
+        return type(env).__qualname__
+    inner: Any = env.unwrapped
+    spec = getattr(inner, "spec", None)
+    return spec.id if spec is not None else type(inner).__qualname__
 
 
 def described(runner: Runner, own_policy: bool = False) -> str:

@@ -282,6 +282,9 @@ class DeviceRunner(Runner):
         """Continue where `state_dict` was taken."""
         super().load_state_dict(state)
         self.ledger.load_state_dict(state["ledger"])
+        self.stream.synchronize()  # or a rollout that is under way would tell of its actions yet
+        self._bad.fill_(False)
+        self._told.fill_(False)
 
 
 def _ranges(interface: Interface, device: torch.device) -> dict[Key, list[torch.Tensor]]:

@@ -56,7 +56,9 @@ class Plan:
 
     steps: int
     max_frames_per_traj: int | None = None
-    init_random_frames: int = 0
+    init_random_frames: int | None = None
+    """So many frames are random first, and a column tells all that are. None: no such column; it
+    depends on the option alone, so that workers with and without random frames left are alike."""
     reset_at_each_iter: bool = False
     reset_when_done: bool = True
     set_truncated: bool = False

@@ -73,7 +73,7 @@ class Runner:
         first = plan.first_env if plan.first_stream is None else plan.first_stream
         self.streams = range(first, first + n)
         self.sampler = sampler or ActionSampler(self.interface.actions, self.streams)
-        self.random_frames = RandomFrames(self.sampler, plan.init_random_frames)
+        self.random_frames = RandomFrames(self.sampler, plan.init_random_frames or 0)
         self.episodes, self.shares = Episodes(n), Shares()
         self.version = self.steps_made = self.frames_made = 0
         self.next_traj_id = plan.first_traj_id
@@ -167,7 +167,7 @@ class Runner:
         )
 
     def _fields(self) -> list[Field]:
-        random = self.plan.init_random_frames > 0
+        random = self.plan.init_random_frames is not None
         own = columns.own_fields(random=random, worker=self.plan.marks_worker)
         return [*self._env_fields(), *self.policy.extras, *own]
 
@@ -409,7 +409,8 @@ class Runner:
         for i in over:
             slab.arrays[keys.NEXT_TRUNCATED][t, i] = True
             self._last_steps[i] = t + self._limits[i]
-        self._next_limit = min(self._last_steps[i] for i in live)
+        # None is live in a worker whose envs have all ended while another's go on.
+        self._next_limit = min((self._last_steps[i] for i in live), default=_NEVER)
         return sorted({*ended, *over})
 
     def _finish(self, slab: Slab, steps: int, mask: np.ndarray | None = None) -> Filled:
@@ -508,6 +509,8 @@ class Runner:
                 "this state belongs to a collector with other keys: it carries "
                 f"{sorted(state['carry'])}, this one {sorted(self.carry)}."
             )
+        if state["envs"] is not None:  # first: their unpickling alone can fail
+            self.group.restore(state["envs"])
         for key, row in state["carry"].items():
             self.carry[key].copy_(row)
         self._needs_reset = state["needs_reset"]
@@ -520,10 +523,9 @@ class Runner:
         self.random_state = self.random_state or RandomState(0, gpu=self._gpu)
         self.random_state.load_state_dict(state["random_state"])
         self.episodes.load_state_dict(state["episodes"])
+        self.partial = None  # a rollout of the life before, which the state knows nothing of
         if state["envs"] is None:
             self._needs_reset = True
-        else:
-            self.group.restore(state["envs"])
 
 
 def _check(group: EnvGroup, plan: Plan) -> None:

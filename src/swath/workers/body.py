@@ -23,7 +23,7 @@ from swath.memory import HeapMemory, Memory, SharedMemory, Slab
 from swath.memory.weights import WeightBlock, WeightSpec, named_weights
 from swath.observe import Shares
 from swath.policies import made_by, policy_module
-from swath.rollout import Filled, described, runner_for
+from swath.rollout import Filled, described, envs_in_words, runner_for
 from swath.workers.messages import (
     Acknowledge,
     Attach,
@@ -108,7 +108,8 @@ class Worker:
             self._block = WeightBlock(spec, 1, HeapMemory(WeightBlock.nbytes(spec, 1)))
         fields = [place.field for place in self._runner.layout.places.values()]
         plan = described(self._runner, module is not None)
-        self._port.send(Ready(self._runner.interface, fields, WeightSpec.of(module), plan))
+        spec, envs = WeightSpec.of(module), envs_in_words(self._runner)
+        self._port.send(Ready(self._runner.interface, fields, spec, plan, envs))
 
     def run(self) -> None:
         """Follow messages until the one that says to end."""
@@ -221,7 +222,7 @@ class Worker:
 
     def _collect(self, order: Collect) -> None:
         runner, slab = self._runner, self._slabs[order.slab]
-        runner.version = self._newest()
+        runner.version, runner.partial = self._newest(), None  # told of, or of a life before
         refresh = self._newest if self._job.refreshes else None
         try:
             filled = runner.collect(order.steps, slab, refresh, self._port.interrupted)

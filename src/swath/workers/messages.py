@@ -197,6 +197,8 @@ class Ready:
     weights: WeightSpec
     devices: str = ""
     """The device plan, in words."""
+    envs: str = ""
+    """The envs, in words by which a state of others can be told."""
 
 
 @dataclass(frozen=True)
