@@ -192,8 +192,8 @@ class Books:
         with contextlib.suppress(KeyboardInterrupt):
             self.keep()  # nothing is left over of it, and it can be interrupted as before
         assert self.noticed.count("signal") == before, at
+        self.raises = True
         with pytest.raises(KeyboardInterrupt), self.shield, self.shield.lifted():
-            self.raises = True
             signal.raise_signal(signal.SIGINT)
 
 
@@ -215,3 +215,42 @@ def test_signals_anywhere_find_no_bookkeeping_and_arrive_once(own_handler, raise
             break
         books.check(at, (1, len(at)))  # the second may be merged with the first
     assert first > 50
+
+
+def test_a_handler_that_is_put_in_place_where_it_is_lifted_is_the_users(own_handler):
+    calls, shield = [], Shield()
+
+    def second(*signal_and_frame):
+        calls.append("second")
+
+    def first(*signal_and_frame):
+        calls.append("first")
+        signal.signal(signal.SIGINT, second)
+
+    signal.signal(signal.SIGINT, first)
+    with shield:
+        with shield.lifted():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert calls == ["first", "second"]
+    assert calls == ["first", "second", "second"]
+    assert signal.getsignal(signal.SIGINT) is second
+    with shield, shield.lifted():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_what_was_found_where_it_is_lifted_can_be_put_back_later(own_handler):
+    calls, shield = [], Shield()
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: calls.append("own"))
+    with shield, shield.lifted():
+        found = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, found)
+    signal.raise_signal(signal.SIGINT)
+    with shield:
+        signal.raise_signal(signal.SIGINT)
+        assert calls == ["own"]
+        with shield.lifted():
+            assert calls == ["own"] * 2
+    assert calls == ["own"] * 2

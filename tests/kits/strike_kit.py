@@ -1,4 +1,7 @@
-"""Signals at exact places: wherever Python looks for signals while it runs given files."""
+"""Signals at exact places: wherever Python looks for signals while it runs given files.
+
+And what must be true of frames although collecting was interrupted.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ import collections
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+
+from swath.testing.envs import episode_plan
 
 
 class Strikes:
@@ -38,3 +45,30 @@ class Strikes:
 
     def __exit__(self, *exc_info: object) -> None:
         sys.setprofile(None)
+
+
+def check_cut_transitions(batches: Iterable[Any], longest: int = 9) -> int:
+    """Assert that batches hold transitions of `CountingEnv`s, once each, and no episode has holes.
+
+    As `check_transitions`, but episodes may be cut anywhere, and need not come in order.
+    """
+    episodes: dict[tuple[int, int], dict[int, int]] = collections.defaultdict(dict)
+    for batch in batches:
+        whole = torch.ones(batch.shape, dtype=torch.bool)
+        batch = batch[batch.get(("collector", "mask"), whole)]
+        here, there = batch["observation"].long(), batch["next", "observation"].long()
+        assert (there == here + torch.tensor([0, 0, 1])).all(), (here, there)
+        ids, done = batch["collector", "traj_ids"].tolist(), batch["next", "done"].reshape(-1)
+        for (stamp, episode, step), number, ended in zip(
+            here.tolist(), ids, done.tolist(), strict=True
+        ):
+            length, *_ = episode_plan(stamp, episode, longest)
+            assert ended == (step + 1 == length), (stamp, episode, step)
+            assert step not in episodes[stamp, episode], (stamp, episode, step)
+            episodes[stamp, episode][step] = number
+    for which, steps in episodes.items():
+        assert sorted(steps) == list(range(len(steps))), (which, sorted(steps))
+        assert len(set(steps.values())) == 1, (which, steps)
+    numbers = [next(iter(steps.values())) for steps in episodes.values()]
+    assert len(set(numbers)) == len(numbers)
+    return sum(map(len, episodes.values()))

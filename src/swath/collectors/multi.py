@@ -24,6 +24,7 @@ from tensordict import TensorDict
 from swath.collectors.base import STORED
 from swath.collectors.crewed import CrewedCollector, Row
 from swath.collectors.single import checked_seed
+from swath.collectors.turns import between_batches
 from swath.errors import UsageError
 from swath.links import pack, unpack
 from swath.policies import policy_module
@@ -147,7 +148,8 @@ class MultiCollector(CrewedCollector):
         later = self._publishes_later()
         version = self._publish(source, numbers, later)
         if wait:
-            with self.pause():
+            turn = self._owner.turn("update_policy_weights_(wait=True)")
+            with self._shield, self.pause(), turn, self._shield.lifted():
                 self._acknowledge(numbers, later)
         return version
 
@@ -179,15 +181,14 @@ class MultiCollector(CrewedCollector):
 
     # -- the rest -------------------------------------------------------------------------------
 
+    @between_batches
     def set_seed(self, seed: int) -> int:
         """Restart every random stream from this seed, beginning with the next batch.
 
         Rollouts that were collected ahead are dropped.
         """
         self._check_open()
-        message = SetSeed(checked_seed(seed))
-        with self.pause():
-            self._seed_all(message)
+        self._seed_all(SetSeed(checked_seed(seed)))
         return seed
 
     def _seed_all(self, message: SetSeed) -> None:
@@ -196,12 +197,12 @@ class MultiCollector(CrewedCollector):
         self._seed = message.seed
         self._tell_all(message)
 
+    @between_batches
     def reset(self) -> None:
         """Start new episodes with the next rollouts; open ones are cut where they stand."""
         self._check_open()
-        with self.pause():
-            self._calm()
-            self._tell_all(Reset())
+        self._calm()
+        self._tell_all(Reset())
 
     def _tell_all(self, message: SetSeed | Reset) -> None:
         """Let all workers cut their episodes off, in one way or the other."""
@@ -242,6 +243,7 @@ class MultiCollector(CrewedCollector):
             "restarts": row.restarts,
         }
 
+    @between_batches
     def map_fn(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function in each worker, between two rollouts, and return what it returned.
 
@@ -250,11 +252,8 @@ class MultiCollector(CrewedCollector):
         """
         self._check_open()
         message = Call(pack(function, "function"))
-        with self.pause():
-            self._calm(everyone=True)
-            answers = self._supervisor.checked(
-                self._crew.call(dict.fromkeys(self._numbers, message))
-            )
+        self._calm(everyone=True)
+        answers = self._supervisor.checked(self._crew.call(dict.fromkeys(self._numbers, message)))
         return [unpack(answers[number].value) for number in self._numbers]
 
     def get_distant_attr(self, path: str) -> list[Any]:

@@ -57,6 +57,7 @@ from swath.links import Bell, ProcessLink, pack
 from swath.links.launch import ending, in_worker
 from swath.links.parcels import unpack_error
 from swath.memory import SharedMemory, Slab, fence
+from swath.owner import only_here
 from swath.rollout import CallFailed
 
 __all__ = ["ParallelEnv"]
@@ -141,7 +142,8 @@ class ParallelGroup(Group):
         self._known: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
         self._described: deque[weakref.ref[SharedMemory]] = deque()
         bells = [*self.bells, *self.done]
-        self._ender = weakref.finalize(self, _end, self.links, bells, self.order, 0.0)
+        self._end = only_here(_end)  # the processes of a fork's parent are not the fork's to end
+        self._ender = weakref.finalize(self, self._end, self.links, bells, self.order, 0.0)
         try:
             self._start(makers, info_keys)
         except BaseException:
@@ -308,7 +310,7 @@ class ParallelGroup(Group):
     def close(self) -> None:
         if self._ender.detach() is not None:
             self.dead = "this ParallelEnv is closed"
-            _end(self.links, [*self.bells, *self.done], self.order, _GRACE)
+            self._end(self.links, [*self.bells, *self.done], self.order, _GRACE)
 
 
 def _end(links: list[ProcessLink], bells: list[Bell], order: memoryview, grace: float) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 from swath.errors import ClosedError
 from swath.links import Link, pack
+from swath.owner import Owner
 from swath.shield import Shield
 from swath.workers.messages import (
     Built,
@@ -71,7 +72,7 @@ class Crew:
         self._bell = os.pipe()
         self._polled: tuple[tuple[int, Link], ...] | None = None
         self.shield = Shield()
-        self._owner = os.getpid()
+        self._owner = Owner("collector")
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -273,7 +274,7 @@ class Crew:
     def close(self, timeout: float) -> None:
         """End all workers, once: asked first, killed after `timeout` seconds."""
         with self.shield:  # or what is left would never be ended
-            if os.getpid() == self._owner and self._closing.acquire(blocking=False):
+            if self._owner.is_here and self._closing.acquire(blocking=False):
                 self._close(timeout)
 
     def _close(self, timeout: float) -> None:
