@@ -40,7 +40,7 @@ class Interrupted:
         return strikes.places
 
     def check(self):
-        """Check all that was delivered, and what is left over; return how many frames there were."""
+        """Check all that was delivered or is left over; return how many frames there were."""
         while (batch := self.collector.partial()) is not None:
             self.batches.append(batch)
         frames = check_cut_transitions([batch for batch in self.batches if batch is not None])

@@ -29,10 +29,14 @@ from collections.abc import Sequence
 from swath.links.channel import Channel, close_all
 from swath.preload import COMPILER
 
-__all__ = ["PLAIN", "STATUS", "WITH_COMPILER", "serve"]
+__all__ = ["ANSWER", "PLAIN", "REQUEST", "STATUS", "WITH_COMPILER", "serve"]
 
 PLAIN, WITH_COMPILER = b"p", b"c"
 """Requests: for a worker, and for one that will compile, or import what does."""
+REQUEST, ANSWER = struct.Struct("=cq"), struct.Struct("=qq")
+"""What is asked for, with a number; the number and the process id of the worker that was made.
+
+Who asks may be interrupted while it waits. The number says whose answer it is that comes then."""
 STATUS = struct.Struct("=q")
 _PDEATHSIG = 1
 
@@ -108,9 +112,13 @@ def _reap(statuses: dict[int, int]) -> None:
 
 def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[int]) -> bool:
     """Fork one worker, without our own descriptors; False if nobody asks any more."""
-    head, descriptors, _, _ = socket.recv_fds(requests, 1, 8)
-    if not head:
+    try:
+        asked, descriptors, _, _ = socket.recv_fds(requests, REQUEST.size, 8)
+    except ConnectionResetError:  # your process has ended with an answer unread
         return False
+    if not asked:
+        return False
+    head, number = REQUEST.unpack(asked)
     if head == WITH_COMPILER:  # once for all workers, instead of in each
         importlib.import_module(COMPILER)
     *for_worker, status = descriptors
@@ -123,7 +131,10 @@ def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[int
         become_worker(for_worker, server)
     close_all(for_worker)
     statuses[pid] = status
-    requests.sendall(STATUS.pack(pid))
+    try:
+        requests.sendall(ANSWER.pack(number, pid))
+    except BrokenPipeError:  # nobody asks any more
+        return False
     return True
 
 

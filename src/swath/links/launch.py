@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -21,7 +22,8 @@ from typing import Any
 
 from swath.links import forkserver
 from swath.links.channel import Channel, close_all
-from swath.links.forkserver import PLAIN, STATUS, WITH_COMPILER
+from swath.links.forkserver import ANSWER, PLAIN, REQUEST, STATUS, WITH_COMPILER
+from swath.shield import Shield
 
 __all__ = ["Launched", "ending", "in_worker", "launch", "server_pid", "stop_server"]
 
@@ -30,6 +32,7 @@ _COMPILING = (b"torchrl", b"torch._dynamo")
 _START = """
 import signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for your process, which tells us
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # so that no child inherits that
 sys.path[:] = {path!r}
 from swath.preload import preload
 preload()
@@ -130,7 +133,7 @@ class _Server:
     """This process's end of a fork server."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._asked = threading.Lock(), 0
         self._socket, theirs = socket.socketpair()
         # A worker has all imports already, and one thread: a fork of it can serve its own workers.
         start = _start_program if forkserver.in_worker is None else _start_fork
@@ -139,15 +142,28 @@ class _Server:
 
     def fork(self, request: bytes, descriptors: list[int]) -> int:
         """Return the pid of a new worker that holds these descriptors."""
-        with self._lock:
+        with self._lock, _shield:
+            self._asked += 1
             try:
-                socket.send_fds(self._socket, [request], descriptors)
-                told = self._socket.recv(STATUS.size, socket.MSG_WAITALL)
+                asked = REQUEST.pack(request, self._asked)
+                socket.send_fds(self._socket, [asked], descriptors)
+                while True:
+                    number, pid = self._answer()
+                    if number == self._asked:  # not one for who was interrupted, and does not wait
+                        return pid
             except (BrokenPipeError, ConnectionResetError):
-                told = b""
+                raise ServerGone from None
+
+    def _answer(self) -> tuple[int, int]:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        with _shield.lifted():  # only here: an answer of which a part is read would be none
+            poller.poll()
+        told = self._socket.recv(ANSWER.size, socket.MSG_WAITALL)
         if not told:
             raise ServerGone
-        return int(STATUS.unpack(told)[0])
+        number, pid = ANSWER.unpack(told)
+        return number, pid
 
     def stop(self) -> None:
         """End the server, and with it all workers."""
@@ -162,12 +178,18 @@ class ServerGone(Exception):
 def _start_program(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callable[[], Any]]:
     start = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    process = subprocess.Popen(
-        [sys.executable, *flags, "-c", start],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env={**dict.fromkeys(_THREADS, "1"), **os.environ},
-    )
+    # Ctrl-C in a terminal is for all processes there: this one starts with it blocked, or it would
+    # end with a traceback of its own before it comes to ignore it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-c", start],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**dict.fromkeys(_THREADS, "1"), **os.environ},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process.pid, process.wait
 
 
@@ -181,12 +203,13 @@ def _start_fork(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callab
 
 _current: _Server | None = None
 _guard = threading.Lock()
+_shield = Shield()
 
 
 def _fork(request: bytes, descriptors: list[int]) -> int:
     """Return the pid of a new worker, from a new server if there is none or it was killed."""
     global _current
-    with _guard:
+    with _guard, _shield:
         if _current is None:
             _current = _Server()
             return _current.fork(request, descriptors)
