@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
 import signal
+import sys
 import threading
 
 import pytest
+from strike_kit import Strikes
 
+from swath import shield as shield_module
 from swath.shield import Shield
 
 
@@ -124,3 +129,128 @@ def test_an_interrupt_just_before_a_wait_leaves_nothing_behind():
         interrupted_before_a_wait(Shield())
     gc.collect()
     assert signal.getsignal(signal.SIGINT) is own
+
+
+class Books:
+    """Bookkeeping that would be wrong if a signal came in the middle of it."""
+
+    def __init__(self):
+        self.shield, self.other = Shield(), Shield()
+        self.entries, self.sums, self.at_work, self.noticed = [], [], 0, []
+
+    def write(self, what):
+        self.at_work += 1
+        self.entries.append(what)
+        self.sums.append(len(self.entries))
+        self.at_work -= 1
+
+    def keep(self):
+        with self.shield:
+            self.write("begun")
+            try:
+                with self.shield.lifted():
+                    self.wait()
+            except KeyboardInterrupt:
+                self.write("broken")
+                self.write("kept")
+                raise
+            with self.shield, self.other:
+                self.write("inner")
+                with self.other.lifted():  # the outer one is up
+                    self.write("and more")
+            self.write("done")
+            with contextlib.suppress(KeyboardInterrupt), self.shield.lifted():
+                self.wait()
+            self.write("over")
+
+    def wait(self):
+        self.noticed.append(len(self.entries))
+
+    def handler(self, *signal_and_frame):
+        assert not self.at_work
+        self.noticed.append("signal")
+        if self.raises:
+            raise KeyboardInterrupt
+
+    def struck(self, at, raises):
+        """Keep the books once with signals there; return how many places there were."""
+        self.raises = raises
+        strikes = Strikes(lambda path: path in (__file__, shield_module.__file__), at)
+        with contextlib.suppress(KeyboardInterrupt), strikes:
+            try:
+                self.keep()
+            finally:
+                assert signal.getsignal(signal.SIGINT) == self.handler
+        sys.setprofile(None)
+        return strikes.places
+
+    def check(self, at, told):
+        assert self.sums == list(range(1, len(self.entries) + 1)), at
+        assert told[0] <= self.noticed.count("signal") <= told[1], at
+        assert signal.getsignal(signal.SIGINT) == self.handler
+        before = self.noticed.count("signal")
+        with contextlib.suppress(KeyboardInterrupt):
+            self.keep()  # nothing is left over of it, and it can be interrupted as before
+        assert self.noticed.count("signal") == before, at
+        self.raises = True
+        with pytest.raises(KeyboardInterrupt), self.shield, self.shield.lifted():
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def own_handler():
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("apart", [None, *range(1, 25)])
+def test_signals_anywhere_find_no_bookkeeping_and_arrive_once(own_handler, raises, apart):
+    for first in itertools.count(1):
+        at = [first] if apart is None else [first, first + apart]
+        books = Books()
+        signal.signal(signal.SIGINT, books.handler)
+        if books.struck(at, raises) < first:
+            break
+        books.check(at, (1, len(at)))  # the second may be merged with the first
+    assert first > 50
+
+
+def test_a_handler_that_is_put_in_place_where_it_is_lifted_is_the_users(own_handler):
+    calls, shield = [], Shield()
+
+    def second(*signal_and_frame):
+        calls.append("second")
+
+    def first(*signal_and_frame):
+        calls.append("first")
+        signal.signal(signal.SIGINT, second)
+
+    signal.signal(signal.SIGINT, first)
+    with shield:
+        with shield.lifted():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert calls == ["first", "second"]
+    assert calls == ["first", "second", "second"]
+    assert signal.getsignal(signal.SIGINT) is second
+    with shield, shield.lifted():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_what_was_found_where_it_is_lifted_can_be_put_back_later(own_handler):
+    calls, shield = [], Shield()
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: calls.append("own"))
+    with shield, shield.lifted():
+        found = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, found)
+    signal.raise_signal(signal.SIGINT)
+    with shield:
+        signal.raise_signal(signal.SIGINT)
+        assert calls == ["own"]
+        with shield.lifted():
+            assert calls == ["own"] * 2
+    assert calls == ["own"] * 2

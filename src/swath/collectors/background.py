@@ -14,8 +14,13 @@ import threading
 from collections.abc import Callable
 
 from swath.errors import ClosedError
+from swath.helpers import Helper
+from swath.shield import Shield
 
 __all__ = ["Background", "Pause"]
+
+_LOOK = 0.05
+"""Seconds between two looks at whether Ctrl-C has come."""
 
 
 class Background:
@@ -25,6 +30,7 @@ class Background:
         advance: Makes one batch; False when there are no more.
         on_end: Called by the thread at its end, with what was raised.
         on_rest: Called by it before it rests.
+        wake: Lets it hear of its end, whatever it waits for, when the interpreter is to end.
     """
 
     def __init__(
@@ -32,12 +38,14 @@ class Background:
         advance: Callable[[], bool],
         on_end: Callable[[BaseException | None], None],
         on_rest: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
         self._advance, self._on_end, self._on_rest = advance, on_end, on_rest
+        self._wake, self._shield = wake, Shield()
         self._state = threading.Condition()
         self._wanted, self._resting, self._stopping = True, False, False
         self.failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="swath", daemon=True)
+        self._thread = Helper(self._run, "swath", self._end)
 
     def begin(self) -> None:
         """Start the thread."""
@@ -87,10 +95,17 @@ class Background:
 
     def pause(self) -> Pause:
         """Rest after the batch that is being made; returns when it is made."""
-        with self._state:
+        with self._shield, self._state:
             before, self._wanted = self._wanted, False
-            while not self._resting:
-                self._state.wait()
+            try:
+                while not self._resting:
+                    self._state.wait(_LOOK)  # itself no place for Ctrl-C: it holds a lock or not
+                    with self._shield.lifted():
+                        pass
+            except BaseException:  # nobody has the pause, so nobody would end it
+                self._wanted = before
+                self._state.notify_all()
+                raise
         return Pause(self, before)
 
     def resume(self) -> None:
@@ -98,6 +113,10 @@ class Background:
         with self._state:
             self._wanted = True
             self._state.notify_all()
+
+    def _end(self) -> None:
+        self.stop(0.0)
+        self._wake()
 
     def stop(self, timeout: float | None) -> bool:
         """End the thread and tell whether it has ended within `timeout` seconds."""

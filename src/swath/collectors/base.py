@@ -22,8 +22,10 @@ from tensordict import TensorDict, TensorDictBase
 from swath.collectors.background import Background, Pause
 from swath.collectors.options import Options
 from swath.collectors.setup import FORMAT, Setup, check_state, checksum, opened, packed
+from swath.collectors.turns import between_batches
 from swath.errors import ClosedError, UsageError, WorkerError
 from swath.observe.progress import Bar
+from swath.owner import Owner
 from swath.shield import Shield
 from swath.workers.store import Finish
 
@@ -51,7 +53,7 @@ class BaseCollector(abc.ABC):
         self._bar = Bar(options.total_frames) if options.progress else None
         self._background: Background | None = None
         self._feeder = uuid.uuid4().hex  # its name among those who fill the replay buffer
-        self._shield = Shield()
+        self._shield, self._owner = Shield(), Owner(type(self).__name__)
         self._raw: Any = None  # what was collected, counted, and not finished yet
         self._made: tuple[Any] | None = None  # what was finished and not delivered yet
 
@@ -89,11 +91,18 @@ class BaseCollector(abc.ABC):
         `partial()` gives the rest of them.
         """
         self._check_open()
-        with self.pause():
-            rollout: TensorDict | None = self._rollout()
-            if self._assembler is not None and rollout is not None:
+        with self._shield, self.pause(), self._owner.turn("rollout()"):
+            if self._raw is None or self._assembler is not None:
+                rollout: Any = self._rollout()
+            else:  # a call before this one was interrupted
+                rollout, self._raw = self._raw, None
+            if self._assembler is None:
+                self._raw = rollout
+            elif rollout is not None:
                 self._assembler.tear(rollout)
-            return rollout
+        if self._assembler is None:
+            rollout, self._raw = self._raw, None  # no call: Ctrl-C comes before this or after it
+        return rollout
 
     def _advance(self) -> tuple[Any] | None:
         """Return the next batch in a tuple, since a batch may be None with a replay buffer."""
@@ -103,13 +112,16 @@ class BaseCollector(abc.ABC):
                 "this collector collects in the background: draw from the replay buffer. "
                 "async_shutdown() ends it."
             )
-        if self._made is None:
-            with self._shield:
-                self._make()
-        answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
-        return answer
+        while True:
+            if self._made is None:
+                with self._shield, self._owner.turn("next()"):
+                    if self._made is None and not self._make():
+                        return None
+            answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
+            if answer is not None:  # another thread came in between and has it
+                return answer
 
-    def _make(self) -> None:
+    def _make(self) -> bool:
         """Make the next batch, if there is one; Ctrl-C finds it in one place or the other."""
         started = perf_counter()
         if self._publishes_now():
@@ -118,13 +130,14 @@ class BaseCollector(abc.ABC):
             collect = self._rollout if self._assembler is None else self._whole_trajectories
             self._raw = collect()
         if self._raw is None:
-            return
+            return False
         with self._shield.lifted():  # what is interrupted there is done again
             batch = None if self._raw is STORED else self._finished(self._raw)
             self._made, self._raw, self._batches = (batch,), None, self._batches + 1
         self._seconds += perf_counter() - started
         if self._bar is not None:
             self._bar.update(self.stats(), done=self._frames_left() <= 0)
+        return True
 
     def _finished(self, batch: Any) -> Any:
         """Return what is delivered for a batch; None if that is in the replay buffer."""
@@ -230,17 +243,23 @@ class BaseCollector(abc.ABC):
             )
         if self.is_running():
             raise UsageError("this collector was started already.")
-        self._get_ready()
-        if hasattr(buffer, "note_feeder"):
-            buffer.note_feeder(self._feeder, True, self._watch)  # who waits there hears of our end
-        self._background = Background(
-            lambda: self._advance() is not None, self._tell_buffer, self._rest
-        )
-        self._background.begin()
+        with self._shield, self._owner.turn("start()"):
+            self._get_ready()
+            if hasattr(buffer, "note_feeder"):  # who waits there hears of our end
+                buffer.note_feeder(self._feeder, True, self._watch)
+            self._background = Background(
+                lambda: self._advance() is not None, self._tell_buffer, self._rest, self._wake
+            )
+        self._background.begin()  # it takes the turn itself
 
     def _watch(self) -> None:
-        if self._closed and self._in_background():
-            raise ClosedError("this collector was shut down.")
+        self._owner.check_process()  # nobody writes in a fork, and locks may be held for ever
+        if self._background is not None and self._background.is_own:
+            if self._closed or self._background.stopping():
+                raise ClosedError("this collector was shut down.")
+
+    def _wake(self) -> None:  # noqa: B027 - nothing is waited for but a step, mostly
+        """Let the background's thread hear of its end, whatever it waits for."""
 
     def _tell_buffer(self, failure: BaseException | None) -> None:
         buffer = self.options.replay_buffer
@@ -273,8 +292,8 @@ class BaseCollector(abc.ABC):
         """
         if self._background is None or not self.is_running() or self._in_background():
             return Pause(None, False)
-        buffer = self.options.replay_buffer
-        with buffer.unpaced() if hasattr(buffer, "unpaced") else contextlib.nullcontext():
+        unpaced = getattr(self.options.replay_buffer, "unpaced", contextlib.nullcontext)
+        with self._shield, unpaced():
             return self._background.pause()
 
     def resume(self) -> None:
@@ -306,18 +325,22 @@ class BaseCollector(abc.ABC):
         After an exception these are the whole steps of the broken rollout; with `trajs_per_batch`
         the trajectories that were waiting come first.
         """
-        with self.pause():
-            return self._left_over()
+        self._check_process()
+        with self._shield, self.pause(), self._owner.turn("partial()"):
+            left = self._left_over()
+            self._made = None if left is None else (left,)
+        answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
+        return None if answer is None else answer[0]
 
     def _left_over(self) -> TensorDictBase | None:
         kept, self._raw, self._made = self._made or (self._raw,), None, None
         if kept[0] is not None:
             batch: TensorDictBase = kept[0]
             return batch
-        broken = self._broken()
         if self._assembler is None:
-            return broken
-        self._fetch_held()
+            return self._broken()
+        self._fetch_held()  # first, since Ctrl-C may come while it waits
+        broken = self._broken()
         if broken is not None:
             self._assembler.push(broken)
         return self._assembler.drain()
@@ -336,6 +359,8 @@ class BaseCollector(abc.ABC):
             if self._closed:
                 return
             self._closed = True
+            if not self._is_usable():  # a fork ends nothing of its parent's
+                return
             if self._bar is not None:
                 self._bar.close()
             if self._background is not None:
@@ -344,7 +369,16 @@ class BaseCollector(abc.ABC):
             if self._background is not None:
                 self._background.stop(timeout)
 
+    def _is_usable(self) -> bool:
+        """Tell whether this process may use what the collector works with."""
+        return self._owner.is_here
+
+    def _check_process(self) -> None:
+        if not self._is_usable():
+            self._owner.check_process()
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ClosedError(
                 f"this {type(self).__name__} was shut down; make a new one to collect more."
@@ -396,6 +430,7 @@ class BaseCollector(abc.ABC):
     def _module(self) -> torch.nn.Module | None:
         """Return the policy if it has weights."""
 
+    @between_batches
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state: counters, ids, random streams, envs, weights.
 
@@ -403,8 +438,7 @@ class BaseCollector(abc.ABC):
         only states that you trust: it contains pickled envs.
         """
         self._check_open()
-        with self.pause():
-            return self._whole_state()
+        return self._whole_state()
 
     def _whole_state(self) -> dict[str, Any]:
         module = self._module()
@@ -430,6 +464,7 @@ class BaseCollector(abc.ABC):
         assert self._assembler is not None
         return self._assembler.state_dict()
 
+    @between_batches
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, bit for bit where the envs could be pickled.
 
@@ -440,14 +475,13 @@ class BaseCollector(abc.ABC):
         self._check_open()
         check_state(state, self._whole_setup())
         inner = opened(state)
-        with self.pause():
-            self._load_source_state(inner["source"])
-            if "policy" in state:
-                self._load_policy(state["policy"])
-            if self._assembler is not None:
-                self._assembler.load_state_dict(inner["assembler"])
-            self._raw, self._made = inner["kept"]
-            self._frames, self._batches = state["frames"], state["batches"]
+        self._load_source_state(inner["source"])
+        if "policy" in state:
+            self._load_policy(state["policy"])
+        if self._assembler is not None:
+            self._assembler.load_state_dict(inner["assembler"])
+        self._raw, self._made = inner["kept"]
+        self._frames, self._batches = state["frames"], state["batches"]
 
     @abc.abstractmethod
     def _setup(self) -> Setup:

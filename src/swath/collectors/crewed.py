@@ -182,6 +182,9 @@ class CrewedCollector(BaseCollector):
         link = self._crew.links.get(worker)
         return None if link is None or link.shares_memory else link.name
 
+    def _wake(self) -> None:
+        self._crew.close(0.0)
+
     # -- reports --------------------------------------------------------------------------------
 
     @abc.abstractmethod

@@ -25,6 +25,7 @@ from swath.collectors.base import STORED
 from swath.collectors.crewed import CrewedCollector, Row
 from swath.collectors.setup import Setup, fields_in_words, weights_in_words
 from swath.collectors.single import checked_seed
+from swath.collectors.turns import between_batches
 from swath.errors import EnvError, PolicyError, UsageError
 from swath.links import pack, unpack
 from swath.policies import policy_module
@@ -163,7 +164,8 @@ class MultiCollector(CrewedCollector):
         later = self._publishes_later()
         version = self._publish(source, numbers, later)
         if wait:
-            with self.pause():
+            turn = self._owner.turn("update_policy_weights_(wait=True)")
+            with self._shield, self.pause(), turn, self._shield.lifted():
                 self._acknowledge(numbers, later)
         return version
 
@@ -195,15 +197,14 @@ class MultiCollector(CrewedCollector):
 
     # -- the rest -------------------------------------------------------------------------------
 
+    @between_batches
     def set_seed(self, seed: int) -> int:
         """Restart every random stream from this seed, beginning with the next batch.
 
         Rollouts that were collected ahead are dropped.
         """
         self._check_open()
-        message = SetSeed(checked_seed(seed))
-        with self.pause():
-            self._seed_all(message)
+        self._seed_all(SetSeed(checked_seed(seed)))
         return seed
 
     def _seed_all(self, message: SetSeed) -> None:
@@ -212,12 +213,12 @@ class MultiCollector(CrewedCollector):
         self._seed = message.seed
         self._tell_all(message)
 
+    @between_batches
     def reset(self) -> None:
         """Start new episodes with the next rollouts; open ones are cut where they stand."""
         self._check_open()
-        with self.pause():
-            self._calm()
-            self._tell_all(Reset())
+        self._calm()
+        self._tell_all(Reset())
 
     def _tell_all(self, message: SetSeed | Reset) -> None:
         """Let all workers cut their episodes off, in one way or the other.
@@ -267,6 +268,7 @@ class MultiCollector(CrewedCollector):
             "restarts": row.restarts,
         }
 
+    @between_batches
     def map_fn(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function in each worker, between two rollouts, and return what it returned.
 
@@ -277,8 +279,7 @@ class MultiCollector(CrewedCollector):
         """
         self._check_open()
         message = Call(pack(function, "function"))
-        with self.pause():
-            answers = self._ask_all(lambda number: message)
+        answers = self._ask_all(lambda number: message)
         return [unpack(answers[number].value) for number in self._numbers]
 
     def get_distant_attr(self, path: str) -> list[Any]:

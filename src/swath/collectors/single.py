@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from swath.collectors.base import BaseCollector
 from swath.collectors.options import Options
 from swath.collectors.setup import Setup, fields_in_words, weights_in_words
+from swath.collectors.turns import between_batches
 from swath.envs import as_group, parted
 from swath.errors import UsageError
 from swath.links import pack, unpack
@@ -137,21 +138,26 @@ class Collector(BaseCollector):
         with self._shield.lifted():
             self.group.close(max(0.0, until - monotonic()))
 
+    def _is_usable(self) -> bool:
+        # A fork has copies of envs in this process and of their memory, and may go on with those.
+        alone = not self.group.needs_shared_memory and self._background is None
+        return alone or super()._is_usable()
+
+    @between_batches
     def reset(self) -> None:
         """Start new episodes with the next batch; open ones are cut where they stand."""
         self._check_open()
-        with self.pause():
-            self._runner.reset()
-            if self._assembler is not None:
-                self._assembler.discard_open()
+        self._runner.reset()
+        if self._assembler is not None:
+            self._assembler.discard_open()
 
+    @between_batches
     def set_seed(self, seed: int) -> int:
         """Restart every random stream from this seed, beginning with the next batch."""
         self._check_open()
-        with self.pause():
-            self._runner.set_seed(checked_seed(seed))
-            if self._assembler is not None:
-                self._assembler.discard_open()
+        self._runner.set_seed(checked_seed(seed))
+        if self._assembler is not None:
+            self._assembler.discard_open()
         return seed
 
     @property

@@ -12,6 +12,8 @@ from typing import Any
 
 from swath.data.storage import Word
 from swath.errors import UsageError, WorkerError
+from swath.helpers import Helper
+from swath.owner import Owner
 
 __all__ = ["Feeders", "Pace", "Prefetcher", "Stopped"]
 
@@ -134,10 +136,10 @@ class Prefetcher:
     def __init__(self, owner: Any, make: Callable[[Any, threading.Event], Any], count: int) -> None:
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(count)
         self._stop = threading.Event()
+        self.process = Owner("replay buffer, from which threads draw ahead (prefetch),")
         owner_of = weakref.ref(owner)  # a buffer that nobody holds any more is not kept by these
         self._threads = [
-            threading.Thread(target=self._run, args=(owner_of, make), daemon=True, name="prefetch")
-            for _ in range(count)
+            Helper(self._run, "prefetch", self._stop.set, (owner_of, make)) for _ in range(count)
         ]
         for thread in self._threads:
             thread.start()

@@ -324,6 +324,7 @@ class ReplayBuffer:
                 if self._prefetcher is None:
                     self._prefetcher = Prefetcher(self, ReplayBuffer._drawn_ahead, self._prefetch)
                 prefetcher = self._prefetcher
+            prefetcher.process.check_process()  # a fork has no threads, but locks that they hold
             try:
                 return prefetcher.next(self._check)
             except Stopped:  # another thread has heard of an error: this one is to hear it, too

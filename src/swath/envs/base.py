@@ -5,7 +5,9 @@ A collector does not come through here: it drives the group underneath directly.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -14,12 +16,30 @@ from tensordict import TensorDict, TensorDictBase
 from swath.envs.group import called
 from swath.errors import ClosedError, UsageError
 from swath.memory import Layout, Slab
+from swath.owner import Owner
 from swath.policies import ActionSampler, Interface, as_policy, check_range, to_array
 from swath.rollout import BoundEnvs, EnvGroup, Plan, Runner, columns, keys, slab_for
 from swath.seeding import env_seed
 from swath.tree import Leaf, key_name, nest
 
 __all__ = ["Env"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _alone(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Return a method that refuses to be called while another thread is in such a method."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        self._owner.enter(f"{method.__name__}()")
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._owner.leave()
+
+    return call
 
 
 class Env:
@@ -47,10 +67,11 @@ class Env:
         )
         self._sampler = ActionSampler(self._interface.actions, range(group.num_envs))
         self._state: tuple[Slab, BoundEnvs, int] | None = None
-        self._closed = False
+        self._closed, self._owner = False, Owner(type(self).__name__)
 
     # -- one step at a time ---------------------------------------------------------------------
 
+    @_alone
     def reset(self, mask: torch.Tensor | None = None, seed: int | None = None) -> TensorDict:
         """Start new episodes and return the observations of all envs.
 
@@ -70,6 +91,7 @@ class Env:
                 slab.arrays[key][0, slice(None) if which is None else which] = False
         return self._row(slab, root=True)
 
+    @_alone
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Step with the `"action"` of the TensorDict and add what followed under `"next"`."""
         slab, bound = self._opened()
@@ -120,6 +142,7 @@ class Env:
 
     # -- whole rollouts -------------------------------------------------------------------------
 
+    @_alone
     def rollout(
         self,
         max_steps: int,
@@ -147,6 +170,7 @@ class Env:
 
     # -- the rest -------------------------------------------------------------------------------
 
+    @_alone
     def set_seed(self, seed: int) -> None:
         """Seed the envs and the random actions; it counts from the next reset."""
         self._opened()
@@ -163,6 +187,8 @@ class Env:
         """Return a slab of one step, and the envs that write into it."""
         if self._closed:
             raise ClosedError("this env is closed; make a new one.")
+        if self.group.needs_shared_memory:  # other processes step the envs, for one process
+            self._owner.check_process()
         if self._state is None or self._state[2] != self.group.restores:
             policy = as_policy(None, self._interface, self._sampler)
             info, masked = self.group.info_fields, self.group.skips_rows

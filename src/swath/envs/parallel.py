@@ -61,6 +61,7 @@ from swath.links import Bell, ProcessLink, in_words, pack
 from swath.links.launch import ending, in_worker
 from swath.links.parcels import unpack_error
 from swath.memory import SharedMemory, Slab, fence
+from swath.owner import Owner, only_here
 from swath.rollout import CallFailed
 from swath.shield import Shield
 
@@ -152,7 +153,9 @@ class ParallelGroup(Group):
         self._known: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
         self._described: deque[weakref.ref[SharedMemory]] = deque()
         bells = [*self.bells, *self.done]
-        self._ender = weakref.finalize(self, _kill, self.links, bells)
+        # The processes of a fork's parent are not the fork's to end.
+        self._owner = Owner("ParallelEnv")
+        self._ender = weakref.finalize(self, only_here(_kill), self.links, bells)
         with self.shield:
             try:
                 called(self._start, makers, info_keys)
@@ -361,7 +364,7 @@ class ParallelGroup(Group):
 
     def close(self, timeout: float | None = None) -> None:
         with self.shield:
-            if self._ender.detach() is None:
+            if self._ender.detach() is None or not self._owner.is_here:
                 return
             self.dead, self.fit = "this ParallelEnv is closed", False
             self.order[0] |= ASK

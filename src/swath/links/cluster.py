@@ -70,6 +70,15 @@ def leave(entered: Any) -> None:
                     needed().shutdown()
 
 
+def _forget() -> None:
+    """In a fork of this process: the session is not ours to end."""
+    global _ours, _entering
+    _ours, _entering = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def session() -> Any:
     """Return what this process is to the cluster that it is connected to; None if to none."""
     ray = needed()

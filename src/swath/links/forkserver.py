@@ -31,10 +31,14 @@ from collections.abc import Sequence
 from swath.links.channel import Channel, close_all
 from swath.preload import COMPILER
 
-__all__ = ["PLAIN", "STATUS", "WITH_COMPILER", "serve"]
+__all__ = ["ANSWER", "PLAIN", "REQUEST", "STATUS", "WITH_COMPILER", "serve"]
 
 PLAIN, WITH_COMPILER = b"p", b"c"
 """Requests: for a worker, and for one that will compile, or import what does."""
+REQUEST, ANSWER = struct.Struct("=cq"), struct.Struct("=qq")
+"""What is asked for, with a number; the number and the process id of the worker that was made.
+
+Who asks may be interrupted while it waits. The number says whose answer it is that comes then."""
 STATUS = struct.Struct("=q")
 _GIVEN = 4
 """Descriptors with a request: channel, output, errors, and where to tell how the worker ended."""
@@ -113,11 +117,12 @@ def _reap(statuses: dict[int, int]) -> None:
 def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[int]) -> bool:
     """Fork one worker, without our own descriptors; False if nobody asks any more."""
     try:
-        head, descriptors, _, _ = socket.recv_fds(requests, 1, 8)
-    except ConnectionResetError:  # killed with our last answer unread
+        asked, descriptors, _, _ = socket.recv_fds(requests, REQUEST.size, 8)
+    except ConnectionResetError:  # your process has ended with an answer unread
         return False
-    if not head:
+    if not asked:
         return False
+    head, number = REQUEST.unpack(asked)
     if head == WITH_COMPILER:  # once for all workers, instead of in each
         with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
             importlib.import_module(COMPILER)
@@ -127,7 +132,7 @@ def _answer(requests: socket.socket, statuses: dict[int, int], own: Sequence[int
         close_all(descriptors)
         pid = -(error.errno or errno.EIO)
     with contextlib.suppress(BrokenPipeError):  # as the next look at the requests tells
-        requests.sendall(STATUS.pack(pid))
+        requests.sendall(ANSWER.pack(number, pid))
     return True
 
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import errno
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from typing import Any
 from swath.errors import WorkerError
 from swath.links import forkserver
 from swath.links.channel import Channel, close_all
-from swath.links.forkserver import PLAIN, STATUS, WITH_COMPILER
+from swath.links.forkserver import ANSWER, PLAIN, REQUEST, STATUS, WITH_COMPILER
 from swath.shield import Shield
 
 __all__ = ["Launched", "ending", "in_worker", "launch", "server_pid", "stop_server"]
@@ -35,10 +36,10 @@ _ENDING, _LOOK = 5.0, 0.01
 """Seconds for a process to be gone that was told to go, or killed; and between two looks at it."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _COMPILING = (b"torchrl", b"torch._dynamo")
-_TRIES = 3
 _START = """
 import signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for your process, which tells us
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # so that no child inherits that
 sys.path[:] = {path!r}
 from swath.preload import preload
 preload()
@@ -144,7 +145,7 @@ class _Server:
     """This process's end of a fork server."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._asked = threading.Lock(), 0
         self._socket, theirs = socket.socketpair()
         # A worker has all imports already, and one thread: a fork of it can serve its own workers.
         start = _start_program if forkserver.in_worker is None else _start_fork
@@ -153,20 +154,31 @@ class _Server:
 
     def fork(self, request: bytes, descriptors: list[int]) -> int:
         """Return the pid of a new worker that holds these descriptors."""
-        # Behind a shield: an answer that Ctrl-C had left there would pass for that to the next
-        # request, and a worker would go by the process id of another.
-        with self._lock, Shield():
+        with self._lock, _shield:
+            self._asked += 1
             try:
-                socket.send_fds(self._socket, [request], descriptors)
-                told = self._socket.recv(STATUS.size, socket.MSG_WAITALL)
+                asked = REQUEST.pack(request, self._asked)
+                socket.send_fds(self._socket, [asked], descriptors)
+                while True:
+                    number, pid = self._answer()
+                    if number == self._asked:  # not one for who was interrupted, and does not wait
+                        break
             except (BrokenPipeError, ConnectionResetError):
-                told = b""
-        if not told:
-            raise _ServerGone
-        (pid,) = STATUS.unpack(told)
+                raise _ServerGone from None
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
-        return int(pid)
+        return pid
+
+    def _answer(self) -> tuple[int, int]:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        with _shield.lifted():  # only here: an answer of which a part is read would be none
+            poller.poll()
+        told = self._socket.recv(ANSWER.size, socket.MSG_WAITALL)
+        if len(told) < ANSWER.size:
+            raise _ServerGone
+        number, pid = ANSWER.unpack(told)
+        return number, pid
 
     def stop(self) -> int:
         """End the server, and with it all workers; return how it ended."""
@@ -181,12 +193,18 @@ class _ServerGone(Exception):
 def _start_program(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callable[[], Any]]:
     start = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    process = subprocess.Popen(
-        [sys.executable, *flags, "-c", start],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env={**dict.fromkeys(_THREADS, "1"), **os.environ},
-    )
+    # Ctrl-C in a terminal is for all processes there: this one starts with it blocked, or it would
+    # end with a traceback of its own before it comes to ignore it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-c", start],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**dict.fromkeys(_THREADS, "1"), **os.environ},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait_for_end() -> int:
         try:
@@ -219,6 +237,7 @@ def _start_fork(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callab
 
 _current: _Server | None = None
 _guard = threading.Lock()
+_shield = Shield()
 
 
 def _fork(request: bytes, descriptors: list[int]) -> int:
@@ -227,7 +246,7 @@ def _fork(request: bytes, descriptors: list[int]) -> int:
     It may be killed at any moment, also while it starts; only if that goes on there is no worker.
     """
     global _current
-    with _guard:
+    with _guard, _shield:
         for _ in range(_TRIES):
             if _current is None:
                 _current = _Server()

@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
-from threading import Thread
 from time import sleep
 from typing import Any
 
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as _dist
 
 from swath.errors import UsageError
+from swath.helpers import Helper
 from swath.links.channel import Channel
 from swath.links.limits import check_descriptors
 from swath.links.remote import Bulk, wait_until
@@ -233,7 +233,7 @@ class _NcclBulk:
         Threads have the last references: to forget a group whose other side died takes a minute.
         """
         groups, self._groups = list(self._groups.values()), {}
-        ends = [Thread(target=groups.pop().abort, daemon=True) for _ in range(len(groups))]
+        ends = [Helper(groups.pop().abort, "swath abort") for _ in range(len(groups))]
         for end in ends:
             end.start()
         for end in ends:

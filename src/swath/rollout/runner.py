@@ -240,7 +240,7 @@ class Runner:
         slab = self.pool.take() if slab is None else slab
         self.filled, self._ends, self._versions = 0, [], [(0, self.version)]
         try:
-            with self.shield.lifted(), self._surroundings():
+            with self._surroundings(), self.shield.lifted():  # to swap states is bookkeeping
                 self._roll(slab, steps, refresh, stop)
         except CallFailed as failure:
             located = self._located(failure)

@@ -27,6 +27,7 @@ from typing import Any
 
 from swath.errors import ClosedError
 from swath.links import Link, in_words, pack
+from swath.owner import Owner
 from swath.shield import Shield
 from swath.workers.messages import (
     Built,
@@ -77,7 +78,7 @@ class Crew:
             raise
         self._polled: tuple[tuple[int, Link], ...] | None = None
         self.shield = Shield()
-        self._owner = os.getpid()
+        self._owner = Owner("collector")
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -281,7 +282,7 @@ class Crew:
     def close(self, timeout: float) -> None:
         """End all workers, once: asked first, killed after `timeout` seconds."""
         with self.shield:  # or what is left would never be ended
-            if os.getpid() == self._owner and self._closing.acquire(blocking=False):
+            if self._owner.is_here and self._closing.acquire(blocking=False):
                 self._close(timeout)
 
     def _close(self, timeout: float) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from swath.collectors.distributed.paired import PairedCollector
 from swath.collectors.jobs import check_entries, node_options, sources_of
 from swath.collectors.options import Options, mappings_of
+from swath.collectors.turns import between_batches
 from swath.errors import UsageError
 from swath.links.cluster import enter, leave, needed, needs_of
 from swath.workers.place import Place
@@ -105,6 +106,7 @@ class RayCollector(PairedCollector):
 
     # -- more and fewer actors ------------------------------------------------------------------
 
+    @between_batches
     def add_collectors(self, num_collectors: int) -> None:
         """Start more actors; each takes part once Ray has found a place for it.
 
@@ -114,10 +116,9 @@ class RayCollector(PairedCollector):
             num_collectors: How many; each has `num_workers_per_collector` actors.
         """
         self._check_open()
-        count = _counted(num_collectors)
-        with self.pause():
-            self._add(count)
+        self._add(_counted(num_collectors))
 
+    @between_batches
     def remove_collectors(self, num_collectors: int, timeout: float = 5.0) -> None:
         """End the newest actors; what they have collected is delivered first.
 
@@ -133,9 +134,8 @@ class RayCollector(PairedCollector):
             raise UsageError(
                 f"remove_collectors({count}) would leave none of {there}; shutdown() ends them all."
             )
-        with self.pause():
-            self._follows = False  # or they would come again
-            self._retire(self._numbers[-count * self._each :], timeout)
+        self._follows = False  # or they would come again
+        self._retire(self._numbers[-count * self._each :], timeout)
 
     def stop_remote_collectors(self) -> None:
         """End all actors; the same as `shutdown`."""

@@ -1,0 +1,98 @@
+"""Whose an object is: the process that made it, and one thread at a time.
+
+A fork of a process has copies of its sockets and maps its shared memory. Were it to use them, it
+would take what was meant for the process that made them: so whoever has such things asks its owner
+first. An object that two threads use at once would do a part of what each of them wants: so the
+second is refused, at once and in words, rather than made to wait for what it may not expect.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from swath.errors import UsageError
+
+__all__ = ["Owner", "only_here"]
+
+_process = os.getpid()  # kept, since to ask for it is a call of the system
+
+
+def _note_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class Owner:
+    """The process that made an object, and the thread that is using it.
+
+    Args:
+        what: The object, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._process = what, _process
+        self._lock = threading.RLock()  # what is called inside of a call is the same thread's
+        self._inside = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process made the object: False in a fork of it."""
+        return self._process == _process
+
+    def check_process(self) -> None:
+        """Refuse to be used in a fork of the process that made the object."""
+        if self._process != _process:
+            raise UsageError(
+                f"this {self._what} was made in process {self._process} and is used in process "
+                f"{_process}, a fork of it: what it works with belongs to that one, and both would "
+                "get each other's frames. Make one here, or use it there."
+            )
+
+    def turn(self, call: str) -> _Turn:
+        """Keep other threads out of a block; UsageError if one is in such a block already."""
+        return _Turn(self, call)
+
+    def enter(self, call: str) -> None:
+        """Let this thread in, or refuse it; see `turn`."""
+        if not self._lock.acquire(blocking=False):
+            raise UsageError(
+                f"{call} of this {self._what} was called in thread "
+                f"{threading.current_thread().name!r} while thread {self._inside!r} is using it: "
+                "it is for one thread at a time. Make one for each thread, or hold a lock of your "
+                "own around the calls."
+            )
+        self._inside = threading.current_thread().name
+
+    def leave(self) -> None:
+        """Let this thread out."""
+        self._lock.release()
+
+
+class _Turn:
+    # Used inside of a shield: what lies between two of its instructions is never interrupted.
+    def __init__(self, owner: Owner, call: str) -> None:
+        self._owner, self._call = owner, call
+
+    def __enter__(self) -> None:
+        self._owner.enter(self._call)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._owner.leave()
+
+
+def only_here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does nothing in forks of this process."""
+    process = _process
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if process == _process else None
+
+    return call
