@@ -52,16 +52,16 @@ def called(method):
     global inside
     try:
         inside = True
-        batch = method()
-        inside = False
-        return batch
+        return method()
     except KeyboardInterrupt:
-        inside = False
         return None
+    finally:
+        inside = False
 
 def life(until):
     # Each life is short, so that each is checked whole.
-    with make(frames_per_batch=chance.choice([2, 4, 20]), seed=chance.randrange(1000), **whole) as c:
+    frames, seed = chance.choice([2, 4, 20]), chance.randrange(1000)
+    with make(frames_per_batch=frames, seed=seed, **whole) as c:
         batches = []
         for _ in range(300):
             if time.monotonic() > until and len(batches) > 20:

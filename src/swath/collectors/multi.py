@@ -165,7 +165,7 @@ class MultiCollector(CrewedCollector):
         version = self._publish(source, numbers, later)
         if wait:
             turn = self._owner.turn("update_policy_weights_(wait=True)")
-            with self._shield, self.pause(), turn, self._shield.lifted():
+            with self._shield, self.pause(), turn:
                 self._acknowledge(numbers, later)
         return version
 

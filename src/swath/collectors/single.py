@@ -208,7 +208,8 @@ class Collector(BaseCollector):
         }
 
     def _source_state(self) -> Any:
-        return self._runner.state_dict()
+        with self._shield.lifted():  # envs are pickled, by their own code
+            return self._runner.state_dict()
 
     def _load_source_state(self, state: Any) -> None:
         if state["envs"] is None:

@@ -21,15 +21,15 @@ def between_batches(
 ) -> Callable[Concatenate[_C, _P], _R]:
     """Return a method that is called between two batches, and by one thread at a time.
 
-    The background rests meanwhile. To let it rest and go on, and to take the turn and give it back,
-    is bookkeeping that Ctrl-C does not come into; into the method it may.
+    The background rests meanwhile. All of it is bookkeeping, that of the workers included; Ctrl-C
+    comes where the method waits.
     """
 
     @functools.wraps(method)
     def call(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         self._check_process()
         turn = self._owner.turn(f"{method.__name__}()")
-        with self._shield, self.pause(), turn, self._shield.lifted():
+        with self._shield, self.pause(), turn:
             return method(self, *args, **kwargs)
 
     return call
