@@ -75,9 +75,9 @@ class Launched:
         if self._closed:
             return
         # One that was killed ends at once, or hangs in the kernel, or nobody is there to tell.
-        if self.exit_code(_ENDING if self._killed else timeout) is None:
+        if not self._killed and self.exit_code(timeout) is None:
             self.kill()
-            self.exit_code(_ENDING)
+        self.exit_code(_ENDING)
         self._closed = True
         self.channel.close()
         os.close(self.sentinel)
