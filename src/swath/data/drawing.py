@@ -132,7 +132,7 @@ class Draws:
 
     def copy(self, ring: Ring, index: np.ndarray, sampler: Sampler | None) -> TensorDict | None:
         """Return frames that are whole; others than asked for, if the sampler has to draw again."""
-        draw = None if sampler is None else partial(sampler.draw, ring, rng=self.rng)
+        draw = None if sampler is None else partial(sampler.redraw, ring, rng=self.rng)
         values = _copy_whole(ring, index, draw)
         if values is None:
             return None
@@ -154,7 +154,7 @@ class Draws:
 
 
 def _copy_whole(
-    ring: Ring, index: np.ndarray, draw: Callable[[tuple[int, ...]], np.ndarray | None] | None
+    ring: Ring, index: np.ndarray, draw: Callable[..., np.ndarray | None] | None
 ) -> dict[Key, torch.Tensor] | None:
     """Return frames by key, or None if some of them are gone and no others can be had.
 
@@ -171,7 +171,11 @@ def _copy_whole(
         tries += 1
         patient = tries <= _PATIENCE  # after that, writers wait for once
         with contextlib.nullcontext() if patient else ring:
-            again = None if draw is None else draw((len(torn), *index.shape[1:]))
+            again = (
+                None
+                if draw is None
+                else draw((len(torn), *index.shape[1:]), kept=np.delete(index, torn, 0))
+            )
             if again is None:
                 return None
             rows, where = again % ring.capacity, torch.from_numpy(torn)
