@@ -57,7 +57,7 @@ class Lags:
             return {"lag_mean": mean, "lag_max": self._most}
 
 
-@dataclass
+@dataclass(slots=True)
 class Wanted:
     """A batch that somebody wants, and may wait for."""
 
@@ -95,7 +95,11 @@ class Draws:
             return None
         written = ring.words[Word.WRITTEN]
         state = written, ring.words[Word.LOADED], self.news
-        if state == wanted.tried or not self._begin(ring, wanted.size):
+        # Where no ratio is kept, nothing is reserved, and nobody needs the lock to begin.
+        reserved = 0 if self.pace.samples_per_insert is None else wanted.size
+        if state == wanted.tried:
+            return None
+        if (reserved or not self.pace.may_draw(ring.words)) and not self._begin(ring, reserved):
             return None
         batch = None
         try:
@@ -103,7 +107,7 @@ class Draws:
             batch = None if index is None else self.copy(ring, index, self.sampler)
         finally:
             with ring:
-                self._under_way -= wanted.size * self.pace.is_ratio_kept
+                self._under_way -= reserved
                 if batch is not None:
                     ring.words[Word.DRAWN] += wanted.size
                 else:
@@ -112,14 +116,12 @@ class Draws:
             wanted.tried = state
         return batch
 
-    def _begin(self, ring: Ring, size: int) -> bool:
-        """Tell whether so many samples may be drawn now; where a ratio is kept, reserve them."""
-        if not self.pace.is_ratio_kept and self.pace.may_draw(ring.words):
-            return True  # without the lock: nobody is held to a count
+    def _begin(self, ring: Ring, reserved: int) -> bool:
+        """Tell whether samples may be drawn now, and reserve as many."""
         with ring:
             allowed = self.pace.may_draw(ring.words, self._under_way)
             if allowed:
-                self._under_way += size * self.pace.is_ratio_kept
+                self._under_way += reserved
             elif not self._under_way:  # or those who draw now may find enough
                 self.pace.starve(ring.words, ring.words[Word.WRITTEN])
             return allowed
@@ -132,7 +134,7 @@ class Draws:
 
     def copy(self, ring: Ring, index: np.ndarray, sampler: Sampler | None) -> TensorDict | None:
         """Return frames that are whole; others than asked for, if the sampler has to draw again."""
-        draw = None if sampler is None else partial(sampler.draw, ring, rng=self.rng)
+        draw = None if sampler is None else partial(sampler.redraw, ring, rng=self.rng)
         values = _copy_whole(ring, index, draw)
         if values is None:
             return None
@@ -154,7 +156,7 @@ class Draws:
 
 
 def _copy_whole(
-    ring: Ring, index: np.ndarray, draw: Callable[[tuple[int, ...]], np.ndarray | None] | None
+    ring: Ring, index: np.ndarray, draw: Callable[..., np.ndarray | None] | None
 ) -> dict[Key, torch.Tensor] | None:
     """Return frames by key, or None if some of them are gone and no others can be had.
 
@@ -171,7 +173,11 @@ def _copy_whole(
         tries += 1
         patient = tries <= _PATIENCE  # after that, writers wait for once
         with contextlib.nullcontext() if patient else ring:
-            again = None if draw is None else draw((len(torn), *index.shape[1:]))
+            again = (
+                None
+                if draw is None
+                else draw((len(torn), *index.shape[1:]), kept=np.delete(index, torn, 0))
+            )
             if again is None:
                 return None
             rows, where = again % ring.capacity, torch.from_numpy(torn)

@@ -41,11 +41,6 @@ class Pace:
                 f"not negative; got {asdict(self)}."
             )
 
-    @property
-    def is_ratio_kept(self) -> bool:
-        """Whether samples and frames are held to a ratio."""
-        return self.samples_per_insert is not None
-
     def ahead(self, words: Sequence[int]) -> float:
         """Return how many samples fewer have been drawn than the ratio asks for."""
         assert self.samples_per_insert is not None
@@ -59,9 +54,8 @@ class Pace:
             words: Of the ledger.
             under_way: Samples that other threads are drawing, and that are not counted yet.
         """
-        if not self._is_stocked(words) or self.samples_per_insert is None:
-            return self._is_stocked(words)
-        return self.ahead(words) - under_way > -self.tolerance
+        free = self.samples_per_insert is None
+        return self._is_stocked(words) and (free or self.ahead(words) - under_way > -self.tolerance)
 
     def may_write(self, words: Sequence[int]) -> bool:
         """Tell whether frames may be written now."""

@@ -343,23 +343,13 @@ class ReplayBuffer:
 
         return self._drawn(self.batch_size, check)
 
-    def _shape(self, size: int) -> tuple[int, ...]:
-        """Return the batch size of what so many frames come as, if that can ever be drawn."""
-        shape = self.sampler.shape(size)
-        if (needs := self.sampler.needs(shape)) > self.capacity:
-            raise UsageError(
-                f"{type(self.sampler).__name__} cannot draw {shape} from a buffer with capacity="
-                f"{self.capacity}: that takes {needs} frames at once. Give a larger capacity, or "
-                "ask for less."
-            )
-        return shape
-
     def _drawn(self, size: int, check: Callable[[], None]) -> Any:
         """Wait until frames may be drawn, and return a batch of them."""
-        wanted = Wanted(self._shape(size), size)
+        wanted = Wanted(self.sampler.shape(size), size)
         batch = self._draws.attempt(self._ring, wanted)
         if batch is not None:
             return self._draws.finish(batch)
+        self._check_possible(wanted.shape)
         fed = self._is_fed()
         if not fed:
             check()  # a failure may be why
@@ -378,6 +368,14 @@ class ReplayBuffer:
             lambda: f"for frames to draw: {self.stats()}",
         )
         return self._draws.finish(batch)
+
+    def _check_possible(self, shape: tuple[int, ...]) -> None:
+        if (needs := self.sampler.needs(shape)) > self.capacity:
+            raise UsageError(
+                f"{type(self.sampler).__name__} cannot draw {shape} from a buffer with capacity="
+                f"{self.capacity}: that takes {needs} frames at once. Give a larger capacity, or "
+                "ask for less."
+            )
 
     def _is_fed(self) -> bool:
         """Tell whether more frames may come, for all that is known."""
@@ -587,7 +585,8 @@ class ReplayBuffer:
         watch = self.watch  # another thread may take it away
         if watch is not None:
             watch()
-        self._feeders.check()
+        if self._feeders:
+            self._feeders.check()
 
     def _stop_prefetch(self) -> None:
         with self._lock:

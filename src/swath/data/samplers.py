@@ -57,6 +57,12 @@ class Sampler(abc.ABC):
         are not held back, whatever the reason.
         """
 
+    def redraw(
+        self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator, kept: np.ndarray
+    ) -> np.ndarray | None:
+        """Draw others for frames that were overwritten meanwhile; `kept` is the rest of a batch."""
+        return self.draw(ring, shape, rng)
+
     def extras(self, ring: Ring, index: np.ndarray) -> dict[str, np.ndarray]:
         """Return what stands beside the frames, by key."""
         return {}
@@ -140,25 +146,43 @@ class UniformSampler(Sampler):
             if len(numbers) == shape[0]:
                 return numbers
             return _enough(ring, shape[0], rng, lambda numbers: numbers, ring.numbers)
-        with self._lock:
-            return self._next(ring, shape[0], rng)
+        return self.redraw(ring, shape, rng, self._left[:0])
 
-    def _next(self, ring: Ring, count: int, rng: np.random.Generator) -> np.ndarray | None:
+    def redraw(
+        self, ring: Ring, shape: tuple[int, ...], rng: np.random.Generator, kept: np.ndarray
+    ) -> np.ndarray | None:
+        if self.replacement:
+            return self.draw(ring, shape, rng)
+        with self._lock:
+            return self._next(ring, shape[0], rng, kept)
+
+    def _next(
+        self, ring: Ring, count: int, rng: np.random.Generator, kept: np.ndarray
+    ) -> np.ndarray | None:
+        """Return the next frames of the round, and of another one if need be, but none of `kept`.
+
+        What is in the batch already may be of the next round, too; it comes later in that one.
+        """
         found = self._left[:0]
         if self._loaded != ring.words[Word.LOADED]:  # by another process: these are no frames now
             self._loaded, self._left = ring.words[Word.LOADED], found
+        later = found
+        if len(kept):
+            here = np.isin(self._left, kept)
+            later, self._left = self._left[here], self._left[~here]
         while len(self._left) and (missing := count - len(found)):
             some, self._left = self._left[:missing], self._left[missing:]
             found = np.concatenate([found, some[ring.whole(some)]])
         if missing := count - len(found):
-            others = rng.permutation(np.setdiff1d(ring.numbers(), found))
+            beside = np.concatenate([found, kept])
+            others = rng.permutation(np.setdiff1d(ring.numbers(), beside))
             if len(others) < missing:
-                self._left = found
+                self._left = np.concatenate([found, later])
                 return None
-            self._left = others[missing:]
-            if len(found):  # they end one round, and are of the next like all: only not at once
-                self._left = rng.permutation(np.concatenate([self._left, found]))
+            self._left, later = others[missing:], beside
             found = np.concatenate([found, others[:missing]])
+        if len(later):
+            self._left = rng.permutation(np.concatenate([self._left, later]))
         return found
 
     def state_dict(self) -> dict[str, Any]:
