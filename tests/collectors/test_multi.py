@@ -777,6 +777,30 @@ def test_a_state_of_other_workers_is_refused():
         other.load_state_dict(state)
 
 
+@pytest.mark.parametrize("other", ["async", "env", "whole", "weights", "envs of a worker"])
+def test_a_state_of_another_setup_is_refused_and_changes_nothing(other):
+    policy = kit.Telling(5)
+    options = {"frames_per_batch": 12, "total_frames": 24}
+    kind, makers, module, extra, message = {
+        "async": ("async", [kit.wide] * 2, policy, {}, "batches of all workers; .* one worker"),
+        "env": ("sync", [kit.Broken] * 2, policy, {}, "2|Broken"),
+        "whole": ("sync", [kit.wide] * 2, policy, {"trajs_per_batch": 1}, "trajs_per_batch"),
+        "weights": ("sync", [kit.wide] * 2, None, {}, "'(told|mean)"),
+        "envs of a worker": ("sync", [[kit.wide] * 2] * 2, policy, {}, "GymGroup of 2"),
+    }[other]
+    if other == "env":
+        makers = [lambda: kit.Broken("step", -1, None, action_space=kit.wide().action_space)] * 2
+    with make("sync", [kit.wide] * 2, kit.Telling(7), **options) as collector:
+        collector.next()
+        state = collector.state_dict()
+    with make(kind, makers, module, **options, **extra) as collector:
+        with pytest.raises(UsageError, match=message):
+            collector.load_state_dict(state)
+        assert policy.weight == 5
+        assert collector.stats()["frames"] == 0
+        assert collector.next() is not None
+
+
 def test_workers_keep_their_own_weights_over_a_resume():
     policy = kit.Telling()
     with MultiSyncCollector([kit.wide] * 2, policy, frames_per_batch=10) as collector:

@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -304,6 +305,27 @@ def test_an_info_that_is_no_number_is_refused_or_an_error():
         GymEnv(Naming(), info_keys={"name": spaces.Dict()})
     with Collector(GymEnv(Naming(), info_keys=["late"]), frames_per_batch=40) as collector:
         with pytest.raises(EnvError, match=r"info\['late'\] is a dict"):
+            collector.next()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda keys: GymEnv(CountingEnv(), info_keys=keys),
+        lambda keys: SerialEnv(2, CountingEnv, info_keys=keys),
+        lambda keys: GymEnv(SyncVectorEnv([CountingEnv] * 2), info_keys=keys),
+    ],
+)
+def test_an_info_that_never_comes_is_told_of_once(make):
+    with Collector(make(["stepp", "step"]), frames_per_batch=40, seed=SEED) as collector:
+        with pytest.warns(UserWarning, match="no info had 'stepp' until") as told:
+            batch = collector.next()
+        assert len(told) == 1
+        collector.next()  # a warning would be an error here
+        assert batch["next", "info", "stepp"].isnan().all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Collector(make(["step"]), frames_per_batch=40, seed=SEED) as collector:
             collector.next()
 
 

@@ -253,6 +253,7 @@ def test_a_first_reset_that_fails_while_infos_are_learnt_keeps_its_cause(make):
 INFOS = {"step": spaces.Box(0, 99, (), np.int32), "none": spaces.Discrete(5)}
 
 
+@pytest.mark.filterwarnings("ignore:no info had")  # one of them never comes
 @pytest.mark.parametrize("keys", [["step", "none"], INFOS], ids=["names", "spaces"])
 @pytest.mark.parametrize(
     "make",

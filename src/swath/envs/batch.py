@@ -14,7 +14,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from swath.envs.group import Group, as_array, as_declared
-from swath.envs.info import vector_info_writer
+from swath.envs.info import vector_info_writer, warn_unseen
 from swath.errors import UsageError
 from swath.memory import Slab
 from swath.rollout import BoundEnvs, CallFailed, keys
@@ -65,7 +65,8 @@ class _BoundBatch:
         self._terminated = slab.arrays[keys.NEXT_TERMINATED][:, :, 0]
         self._truncated = slab.arrays[keys.NEXT_TRUNCATED][:, :, 0]
         self._mask = slab.arrays.get(keys.MASK)
-        self._info = vector_info_writer(group.info_fields, slab) if group.info_fields else None
+        fields = group.info_fields
+        self._info = vector_info_writer(fields, slab, group.unseen) if fields else None
         self._observation: Any = None
         self._renewed: set[int] = set()
         """Envs that reset themselves in the last step; its observation is their first one."""
@@ -118,6 +119,8 @@ class _BoundBatch:
             self._info(infos, t, np.arange(group.num_envs))
             if self._renewed:  # the infos of these envs are those of the reset
                 self._info(infos.get("final_info", {}), t, np.array(ended))
+            if group.unseen and ended:
+                warn_unseen(group.unseen)
         return ended
 
     def _take_final(self, t: int, infos: Mapping[str, Any]) -> None:

@@ -57,6 +57,8 @@ class Group:
         self.actions = action_leaves(action_space)
         self.build_action = builder(action_space, self.actions)
         self.info_fields: list[Field] = []
+        self.unseen: set[str] = set()
+        """Entries to store of the infos that none has had yet."""
         self.live = np.arange(num_envs)
         """The envs that are not frozen."""
 

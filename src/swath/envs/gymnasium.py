@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from swath.envs.group import Group, as_declared, close_all, is_flag, not_a
-from swath.envs.info import InfoNames, info_fields, info_writer
+from swath.envs.info import InfoNames, info_fields, info_writer, warn_unseen
 from swath.memory import Slab
 from swath.rollout import CallFailed, keys
 from swath.tree import Leaf
@@ -33,6 +33,7 @@ class GymGroup(Group):
         self._seeds: list[int | None] = [None] * self.num_envs
         self._first: list[tuple[Any, dict[str, Any]] | None] = [None] * self.num_envs
         self.info_fields = info_fields(info_keys, self._first_info)
+        self.unseen = set(info_keys) - set(self._first[0][1] if self._first[0] else ())
 
     def _first_info(self) -> dict[str, Any]:
         """Return what only an info can tell, from a reset that counts as the first one."""
@@ -44,6 +45,7 @@ class GymGroup(Group):
         """Return one group of the envs of several that store the same infos."""
         joined = cls([env for group in groups for env in group.envs], batched=True)
         joined.info_fields = groups[0].info_fields
+        joined.unseen = set.intersection(*(group.unseen for group in groups))
         joined._seeds = [seed for group in groups for seed in group._seeds]
         joined._first = [first for group in groups for first in group._first]
         return joined
@@ -54,7 +56,7 @@ class GymGroup(Group):
         groups = []
         for start, stop in itertools.pairwise(ends):
             part = GymGroup(self.envs[start:stop], batched=True)
-            part.info_fields = self.info_fields
+            part.info_fields, part.unseen = self.info_fields, self.unseen
             part._seeds, part._first = self._seeds[start:stop], self._first[start:stop]
             groups.append(part)
         return groups
@@ -118,7 +120,8 @@ class _BoundGym:
         self._terminated = slab.arrays[keys.NEXT_TERMINATED][:, :, 0]
         self._truncated = slab.arrays[keys.NEXT_TRUNCATED][:, :, 0]
         self._actions = _action_reader(group, slab)
-        self._info = info_writer(group.info_fields, slab) if group.info_fields else None
+        fields = group.info_fields
+        self._info = info_writer(fields, slab, group.unseen) if fields else None
         leaf = self._leaves[0]
         flat = len(self._leaves) == 1 and not leaf.path and leaf.shape != ()
         self._form = flat, leaf, leaf.shape, leaf.dtype
@@ -127,6 +130,8 @@ class _BoundGym:
     def reset(self, t: int, which: Sequence[int] | None) -> None:
         group = self._group
         group.thaw(which)
+        if group.unseen and which is not None:
+            warn_unseen(group.unseen)
         for i in range(group.num_envs) if which is None else which:
             self._write(group.first(i), [array[t] for array in self._obs], i)
 

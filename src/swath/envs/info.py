@@ -7,6 +7,7 @@ that space, 0 where a step has none.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +19,14 @@ from swath.errors import UsageError
 from swath.memory import Field, Slab, torch_dtype
 from swath.rollout import CallFailed, keys
 
-__all__ = ["InfoNames", "first_present", "info_fields", "info_writer", "vector_info_writer"]
+__all__ = [
+    "InfoNames",
+    "first_present",
+    "info_fields",
+    "info_writer",
+    "vector_info_writer",
+    "warn_unseen",
+]
 
 InfoNames: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any]]"
 """Which entries to store: their names, or names with the spaces that give their form."""
@@ -59,10 +67,28 @@ def first_present(infos: Mapping[str, Any], names: Iterable[str]) -> dict[str, A
     return info
 
 
+def warn_unseen(unseen: set[str]) -> None:
+    """Say once which entries no info has had, when the first episode has ended without them."""
+    names = sorted(unseen)
+    unseen.clear()
+    warnings.warn(
+        f"no info had {', '.join(map(repr, names))} until the first episode ended, but info_keys "
+        "names it: it is stored as missing (NaN, or 0 with a space) as long as none has. Look for "
+        "a misspelt name, or leave it out.",
+        stacklevel=2,
+    )
+
+
 def info_writer(
-    fields: Sequence[Field], slab: Slab
+    fields: Sequence[Field], slab: Slab, unseen: set[str]
 ) -> Callable[[Mapping[str, Any], int, int], None]:
-    """Return the function that stores the info of env i at step t."""
+    """Return the function that stores the info of env i at step t.
+
+    Args:
+        fields: The entries to store.
+        slab: Where to.
+        unseen: Those that no info has had yet; brought up to date while there are any.
+    """
     columns = _columns(fields, slab)
 
     def store(info: Mapping[str, Any], t: int, i: int) -> None:
@@ -70,11 +96,15 @@ def info_writer(
             value = info.get(name, missing)
             array[t, i] = value if value is missing else _numbers(name, value, shape, env=i)
 
-    return store
+    def watch(info: Mapping[str, Any], t: int, i: int) -> None:
+        unseen.difference_update(info)
+        store(info, t, i)
+
+    return watch if unseen else store
 
 
 def vector_info_writer(
-    fields: Sequence[Field], slab: Slab
+    fields: Sequence[Field], slab: Slab, unseen: set[str]
 ) -> Callable[[Mapping[str, Any], int, np.ndarray], None]:
     """Return the function that stores a vector env's infos of step t for these envs."""
     columns = _columns(fields, slab)
@@ -87,7 +117,11 @@ def vector_info_writer(
             if values is not None and len(having):
                 array[t, having] = _numbers(name, values, (len(having), *shape), having)
 
-    return store
+    def watch(infos: Mapping[str, Any], t: int, envs: np.ndarray) -> None:
+        unseen.difference_update(infos)
+        store(infos, t, envs)
+
+    return watch if unseen else store
 
 
 def _columns(fields: Sequence[Field], slab: Slab) -> list[tuple[str, np.ndarray, Any, Any]]:

@@ -47,6 +47,7 @@ class VectorGroup(BatchGroup):
         self.info_fields = info_fields(
             info_keys, lambda: first_present(self._first_infos(), info_keys)
         )
+        self.unseen = set(info_keys) - set(self._first[1] if self._first else ())
 
     def _first_infos(self) -> Mapping[str, Any]:
         """Return what only infos can tell, from a reset that counts as the first one."""
