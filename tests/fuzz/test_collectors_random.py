@@ -1,0 +1,34 @@
+"""Random envs, policies, options and operations against a slow model of what is promised.
+
+SWATH_FUZZ_SECONDS says for how long each test goes on, SWATH_FUZZ_SEED runs one case again.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import fuzz_kit
+import pytest
+
+pytestmark = pytest.mark.fuzz
+
+
+def long_enough(seconds: float) -> pytest.MarkDecorator:
+    """Return a limit of time that leaves room for the tester, and for a last case that hangs."""
+    return pytest.mark.timeout(max(60.0, 1.5 * max(seconds, fuzz_kit.SECONDS) + 120.0))
+
+
+def explored(owners: tuple[str, ...], seconds: float) -> None:
+    found = fuzz_kit.explore(functools.partial(fuzz_kit.drawn, owners), fuzz_kit.SECONDS or seconds)
+    print(found)  # noqa: T201 - with -s, how much was tried
+    assert not found.faults, str(found)
+
+
+@long_enough(8)
+def test_random_collections_in_this_process_keep_every_promise():
+    explored(("Collector",), 8)
+
+
+@long_enough(10)
+def test_random_collections_with_workers_keep_every_promise():
+    explored(("MultiSyncCollector", "MultiAsyncCollector", "AsyncCollector"), 10)
