@@ -7,6 +7,7 @@ are those of `telling_kit`, whose observations tell their whole history.
 from __future__ import annotations
 
 import copy
+import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from telling_kit import (
     ACTIONS,
     action_for,
@@ -28,6 +28,7 @@ from telling_kit import (
     reward_of,
     told_by,
 )
+from tensordict import TensorDictBase
 
 from swath.seeding import env_seed
 
@@ -138,6 +139,7 @@ class Model:
     taken: set[int] = field(default_factory=set)
     """Trajectories of which `partial()` or `rollout()` gave some frames."""
     keys: dict[str, set[Any]] = field(default_factory=dict)
+    resets: bool = False
     exact: bool = True
     """Nothing that was counted was thrown away."""
 
@@ -160,6 +162,7 @@ class Model:
         self.newest = version
 
     def note_reset(self) -> None:
+        self.resets = True
         for place in self.places.values():
             place.jumps = True
         if self.promises.whole is not None:
@@ -249,7 +252,7 @@ class Model:
             demand(bool(mask.any(-1).all()) or not rows, "a trajectory without frames")
 
     def _check_lanes(self, rows: list[Row]) -> None:
-        for a, b in zip(rows, rows[1:], strict=False):
+        for a, b in itertools.pairwise(rows):
             if a.lane == b.lane and (a.stamp == b.stamp or not self.promises.mixes):
                 ordered = a.stamp == b.stamp and _time(a) < _time(b)
                 demand(ordered, f"{b} is after {a} in one lane")
@@ -295,7 +298,9 @@ class Model:
         if states[0] is not None:
             counted = (row.step, row.step + 1)
             demand(states == counted, f"{row}: states are {states}, {counted} was expected")
-        number = {"function": 3 * row.step + 1}.get(p.policy, value + row.step * (states[0] is not None))
+        number = {"function": 3 * row.step + 1}.get(
+            p.policy, value + row.step * (states[0] is not None)
+        )
         if not row.random and p.policy != "none":
             action = _action(p.action, number)
             demand(row.action == action, f"{row}: action {row.action}, {action} was expected")
@@ -309,7 +314,8 @@ class Model:
     def _follow(self, row: Row, source: str) -> None:
         place, p = self.places.get(row.stamp), self.promises
         ahead = not p.inline or p.whole is not None  # what was collected before comes first
-        jumps = place is not None and place.jumps and ahead
+        # An env that was not seen yet may have had frames on the way when reset() was called.
+        jumps = ahead and (self.resets if place is None else place.jumps)
         if place is None:
             held = source == "partial" or self.life > 0
             demand(row.step == 0 or held, f"{row}: the first frame of this env")

@@ -164,9 +164,7 @@ ACTIONS = {
         lambda v: [torch.stack([v % 997, -(v % 991)], -1).float()],
     ),
     "dict": Acting(
-        spaces.Dict(
-            {"a": spaces.Discrete(1009), "b": spaces.Box(-1000, 1000, (1,), np.float32)}
-        ),
+        spaces.Dict({"a": spaces.Discrete(1009), "b": spaces.Box(-1000, 1000, (1,), np.float32)}),
         [("action", "a"), ("action", "b")],
         lambda v: [v % 1009, (v % 13)[..., None].float()],
     ),
@@ -209,7 +207,11 @@ class HistoryEnv(gym.Env[Any, Any]):
     """
 
     def __init__(
-        self, form: str = "numbers", action: str = "discrete", longest: int = 5, reuses: bool = False
+        self,
+        form: str = "numbers",
+        action: str = "discrete",
+        longest: int = 5,
+        reuses: bool = False,
     ) -> None:
         self.form, self.longest, self.reuses = FORMS[form], longest, reuses
         self.observation_space, self.action_space = self.form.space, ACTIONS[action].space
