@@ -35,3 +35,15 @@ def test_random_collections_in_this_process_keep_every_promise():
 @long_enough(10)
 def test_random_collections_with_workers_keep_every_promise():
     explored(("MultiSyncCollector", "MultiAsyncCollector", "AsyncCollector"), 10)
+
+
+@pytest.mark.cluster
+@long_enough(20)
+def test_random_collections_over_gloo_keep_every_promise():
+    explored(("DistributedCollector",), 20)
+
+
+@pytest.mark.cluster
+@long_enough(30)
+def test_random_collections_over_ray_keep_every_promise(cluster):
+    explored(("RayCollector",), 30)

@@ -96,6 +96,15 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "workers with a lone env beside workers with several": lambda c: (
         c.sync and len({count == 1 for count in c.counts}) > 1
     ),
+    "a call to all workers, one of which was killed and is to be restarted": lambda c: (
+        _has(c, "kill") and _has(c, "set_seed", "reset")
+    ),
+    "reset() beside trajs_per_batch, with workers that are ahead": lambda c: (
+        not c.inline and bool(c.get("trajs_per_batch")) and _has(c, "reset")
+    ),
+    "compact_obs with workers that make different numbers of steps": lambda c: (
+        bool(c.get("compact_obs")) and isinstance(c.get("frames_per_batch"), list)
+    ),
 }
 """Faults that are known and not mended yet, as the cases that may show them. Empty it with them."""
 
@@ -177,6 +186,7 @@ _RARE_OF_WORKERS: dict[str, tuple[float, Callable[[random.Random], Any]]] = {
     "num_threads": (0.1, lambda r: 2),
     "init_fn": (0.1, lambda r: "nothing"),
 }
+_REMOTE = {"DistributedCollector": {"launcher": "mp"}, "RayCollector": {}}
 _NOT_OF = {
     "MultiSyncCollector": {"max_lag"},
     "MultiAsyncCollector": {"cat_results", "preemptive_threshold", "collect_ahead"},
@@ -189,16 +199,20 @@ def _drawn_options(r: random.Random, owner: str, envs: dict[str, Any]) -> dict[s
     without = _NOT_OF.get(owner, set())
     if envs["kind"] not in ("maker", "object"):
         without = {*without, "create_env_kwargs"}
-    number = sum(envs["counts"])
+    number, remote = sum(envs["counts"]), owner in _REMOTE
+    sync = owner == "MultiSyncCollector" or (remote and r.random() < 0.5)
+    if remote:
+        without = _NOT_OF["MultiSyncCollector" if sync else "MultiAsyncCollector"] | without
     steps = r.choice([1, 2, 3, 5, 8, 13])
-    sync = owner in ("Collector", "MultiSyncCollector", "AsyncCollector")
-    frames: Any = steps * number if r.random() < 0.9 else r.randint(1, 40)
-    if owner == "MultiAsyncCollector":
-        frames = steps * max(envs["counts"])
-    if owner == "MultiSyncCollector" and r.random() < 0.1:
+    first_come = owner not in ("Collector", "AsyncCollector") and not sync
+    frames: Any = steps * (max(envs["counts"]) if first_come else number)
+    if not first_come and r.random() < 0.1:
+        frames = r.randint(1, 40)
+    if sync and r.random() < 0.1:
         frames = [r.randint(1, 8) * count for count in envs["counts"]]
-    assert sync or owner
-    options: dict[str, Any] = {"frames_per_batch": frames}
+    options: dict[str, Any] = {"frames_per_batch": frames, **_REMOTE.get(owner, {})}
+    if remote:
+        options["sync"] = sync
     for name, (chance, value) in rare.items():
         drawn = value(r)
         if r.random() < chance * 0.8 and name not in without:
@@ -229,7 +243,7 @@ def _drawn_op(r: random.Random, case: Case) -> tuple[Any, ...]:
 
 
 def drawn(owners: tuple[str, ...], number: int) -> Case:
-    """Return the case of this number."""
+    """Return the case of this number, of one of these collectors."""
     r = random.Random(f"{owners} {number}")
     owner = r.choice(owners)
     if owner == "Collector":
@@ -242,7 +256,7 @@ def drawn(owners: tuple[str, ...], number: int) -> Case:
     if case.policy == "none":
         case.options.pop("policy_factory", None)
     ops = [_drawn_op(r, case) for _ in range(r.randint(1, 9))]
-    resumable = case.get("on_worker_failure") != "restart"
+    resumable = case.get("on_worker_failure") != "restart" and owner != "RayCollector"
     case.ops.extend(op for op in ops if op[0] != "resume" or resumable)
     case.ops.append(("next", 2))
     return case

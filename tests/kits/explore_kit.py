@@ -36,6 +36,8 @@ class Findings:
             f"{self.cases} cases ({rate:.1f} per second), {self.seen['frames']} frames, "
             f"{self.skipped} left out as known, {len(self.faults)} kinds of faults"
         ]
+        refused = [(n, said) for said, n in self.seen.items() if said.startswith("refused")]
+        lines += [f"{n} {said}" for n, said in sorted(refused, reverse=True)]
         for cause, cases in self.faults.items():
             numbers = " ".join(str(case.number) for case, _ in cases[:10])
             lines += [f"\n{cause}\n  {len(cases)} cases; SWATH_FUZZ_SEED={numbers}", cases[0][1]]
