@@ -99,6 +99,8 @@ _COMPANIONS = {
     "num_workers_per_collector": {"collector_class": "sync"},
 }
 """Without which an option is refused whatever stands beside it."""
+_SLOW_IN_WORKERS = ("compile_policy",)
+"""Tried alone in collectors with workers: each worker would import torch's compiler."""
 
 
 def options_of(owner: str) -> list[str]:
@@ -116,7 +118,8 @@ def options_of(owner: str) -> list[str]:
 def pairs_of(owner: str) -> list[tuple[str, ...]]:
     """Return each option of a collector alone, and each pair of two."""
     names = options_of(owner)
-    return [*((name,) for name in names), *itertools.combinations(names, 2)]
+    others = [name for name in names if owner == "Collector" or name not in _SLOW_IN_WORKERS]
+    return [*((name,) for name in names), *itertools.combinations(others, 2)]
 
 
 def case_of(owner: str, names: tuple[str, ...]) -> cases_kit.Case:
@@ -185,6 +188,9 @@ def section(owner: str, found: dict[tuple[str, ...], str]) -> str:
         lines += ["| option | beside | is refused |", "|---|---|---|", *_grouped(apart), ""]
     known = Counter(found.values())["known"]
     lines += [f"{works} of {len(pairs)} pairs work; the others are refused as said above."]
+    slow = [f"`{name}`" for name in _SLOW_IN_WORKERS if (name,) in found]
+    if slow and owner != "Collector":
+        lines += [f"{', '.join(slow)} was tried alone."]
     lines += [f"{known} were not tried: they show faults that are known."] if known else []
     return "\n".join(lines) + "\n"
 
@@ -226,14 +232,13 @@ def refusals(owner: str) -> dict[frozenset[str], str]:
 
 def main(owners: list[str]) -> None:
     """Try all pairs of these collectors, and write what was found."""
-    text = TABLE.read_text() if TABLE.exists() else _HEAD
-    known = sections(text)
     for owner in owners or LOCAL:
         found = {}
         for names in pairs_of(owner):
             found[names] = outcome(owner, names)
             if found[names].startswith("FAULT"):
                 sys.stderr.write(f"{owner} {' and '.join(names)}: {found[names]}\n")
+        known = sections(TABLE.read_text()) if TABLE.exists() else {}
         known[owner] = section(owner, found)
         ordered = [known[one] for one in (*LOCAL, *CLUSTER) if one in known]
         TABLE.write_text("\n".join([_HEAD, *ordered]))

@@ -27,14 +27,14 @@ def explored(owners: tuple[str, ...], seconds: float) -> None:
     assert not found.faults, str(found)
 
 
-@long_enough(8)
+@long_enough(5)
 def test_random_collections_in_this_process_keep_every_promise():
-    explored(("Collector",), 8)
+    explored(("Collector",), 5)
 
 
-@long_enough(10)
+@long_enough(8)
 def test_random_collections_with_workers_keep_every_promise():
-    explored(("MultiSyncCollector", "MultiAsyncCollector", "AsyncCollector"), 10)
+    explored(("MultiSyncCollector", "MultiAsyncCollector", "AsyncCollector"), 8)
 
 
 @pytest.mark.cluster

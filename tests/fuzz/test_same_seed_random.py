@@ -94,6 +94,6 @@ def judge(case: cases_kit.Case, seen: Counter[str]) -> None:
 @pytest.mark.timeout(1.5 * explore_kit.SECONDS + 120)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_same_seed_gives_the_same_data_whoever_collects():
-    found = explore_kit.explore(drawn, explore_kit.SECONDS or 5, judge)
+    found = explore_kit.explore(drawn, explore_kit.SECONDS or 4, judge)
     print(found)  # noqa: T201 - with -s, how much was tried
     assert not found.faults, str(found)

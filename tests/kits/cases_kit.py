@@ -237,7 +237,7 @@ def _drawn_op(r: random.Random, case: Case) -> tuple[Any, ...]:
         "set_seed": (r.randint(20_000, 10**9),),
         "resume": (r.choice(["same", "fresh", "begun"]), r.randint(1, 4), r.random() < 0.3),
         "publish": (r.choice(["own", "module", "state_dict"]), workers, r.random() < 0.3),
-        "kill": (r.randrange(8),),
+        "kill": (r.randrange(8), r.choice([0.0, 0.001, 0.003, 0.01, 0.03])),
     }
     return (name, *arguments.get(name, ()))
 

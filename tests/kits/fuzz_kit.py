@@ -9,6 +9,7 @@ import io
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 from collections import Counter
@@ -212,6 +213,11 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, left)
 
 
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 class Run:
     """A case under way."""
 
@@ -219,6 +225,7 @@ class Run:
         self.case, self.seen, self.ended = case, seen, False
         self.model = Model(promises_of(case))
         self.kept: list[tuple[Any, int]] = []
+        self.timers: list[threading.Timer] = []
         self.collector, policy = built(case)
         self._use(policy)
 
@@ -231,6 +238,9 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for timer in self.timers:  # before its process is another's
+            timer.cancel()
+            timer.join()
         self.collector.shutdown()
 
     # -- batches --------------------------------------------------------------------------------
@@ -376,13 +386,14 @@ class Run:
             batch.apply_(lambda value: value.zero_())
             self.kept.append((batch, checksum(batch)))
 
-    def do_kill(self, worker: int) -> None:
+    def do_kill(self, worker: int, seconds: float) -> None:
+        """Kill a worker, so many seconds later: in the middle of something."""
         workers = self.collector.stats()["workers"]
         pid = workers[worker % len(workers)]["pid"]
         self.model.exact = self.model.exact and self.case.get("trajs_per_batch") is None
         if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self.timers.append(threading.Timer(seconds, _kill, (pid,)))
+            self.timers[-1].start()
 
     def do_resume(self, where: str, ahead: int, saved: bool) -> None:
         """Go on from a state: in the same collector or in a fresh one, begun or not."""
@@ -432,6 +443,8 @@ class Run:
 
     def finish(self) -> None:
         """Check what holds at the end."""
+        for timer in self.timers:
+            timer.join()
         self._check_kept()
         self.collector.shutdown()
         self.collector.shutdown()
