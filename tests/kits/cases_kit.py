@@ -105,6 +105,13 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "compact_obs with workers that make different numbers of steps": lambda c: (
         bool(c.get("compact_obs")) and isinstance(c.get("frames_per_batch"), list)
     ),
+    "partial() of a step that broke, with compact_obs": lambda c: (
+        bool(c.get("compact_obs")) and _has(c, "fail")
+    ),
+    "a limit that is reached in a step that breaks": lambda c: _limited(c) and _has(c, "fail"),
+    "a seed that is lost when the first reset after it fails": lambda c: (
+        _has(c, "set_seed") and _has(c, "fail")
+    ),
 }
 """Faults that are known and not mended yet, as the cases that may show them. Empty it with them."""
 
@@ -229,6 +236,8 @@ def _drawn_op(r: random.Random, case: Case) -> tuple[Any, ...]:
     names += " publish pause len drop scribble"
     if case.get("on_worker_failure") == "restart":
         names += " kill kill kill"
+    if case.inline:
+        names += " fail fail"
     name = r.choice(names.split())
     workers = None if r.random() < 0.7 else r.randrange(len(case.counts))
     arguments: dict[str, tuple[Any, ...]] = {
@@ -237,6 +246,7 @@ def _drawn_op(r: random.Random, case: Case) -> tuple[Any, ...]:
         "set_seed": (r.randint(20_000, 10**9),),
         "resume": (r.choice(["same", "fresh", "begun"]), r.randint(1, 4), r.random() < 0.3),
         "publish": (r.choice(["own", "module", "state_dict"]), workers, r.random() < 0.3),
+        "fail": (r.randint(0, 40), r.random() < 0.3),
         "kill": (r.randrange(8), r.choice([0.0, 0.001, 0.003, 0.01, 0.03])),
     }
     return (name, *arguments.get(name, ()))

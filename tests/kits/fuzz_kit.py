@@ -22,12 +22,12 @@ import torch
 from cases_kit import Case
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from model_kit import Model, Promises, Wrong, by_env, checksum, demand, difference
-from telling_kit import HistoryEnv, learner_of, policy_of
+from telling_kit import FUSE, HistoryEnv, learner_of, policy_of
 
 from swath.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from swath.collectors.utils import restore_next
 from swath.envs import GymEnv, ParallelEnv, SerialEnv
-from swath.errors import ClosedError, UsageError
+from swath.errors import ClosedError, EnvError, UsageError
 
 __all__ = ["Hangs", "Run", "built", "deadline", "run", "sentence_of"]
 
@@ -330,11 +330,25 @@ class Run:
         else:
             self.taken(batch, "rollout")
 
-    def do_partial(self) -> None:
+    def do_partial(self, failed: bool = False) -> None:
         batch = self.collector.partial()
         if batch is not None:
-            demand(self.case.get("trajs_per_batch") is not None, "partial() has frames")
+            held = self.case.get("trajs_per_batch") is not None
+            demand(held or failed, "partial() has frames")
             self.taken(batch, "partial")
+
+    def do_fail(self, calls: int, interrupts: bool) -> None:
+        """Let an env fail or Ctrl-C come, take what is whole, and go on with new episodes."""
+        error = KeyboardInterrupt if interrupts else RuntimeError
+        FUSE.append((calls, error))
+        try:
+            self.next()
+        except (EnvError, KeyboardInterrupt) as failure:
+            root = failure.__cause__ if isinstance(failure, EnvError) else failure
+            demand(isinstance(root, error), f"{type(root)} is raised")
+            self.do_partial(failed=True)
+            self.model.note_reset()
+        FUSE.clear()
 
     def do_reset(self) -> None:
         self.collector.reset()

@@ -193,6 +193,18 @@ def actions_of(kind: str, batch: TensorDictBase) -> list[tuple[float, ...]]:
 # -- the env --------------------------------------------------------------------------------------
 
 
+FUSE: list[tuple[int, type[BaseException]]] = []
+"""After how many calls an env of this process fails, with what; empty for never."""
+
+
+def _burn() -> None:
+    if FUSE:
+        left, error = FUSE.pop()
+        if left == 0:
+            raise error("as asked")
+        FUSE.append((left - 1, error))
+
+
 class HistoryEnv(gym.Env[Any, Any]):
     """Shows (stamp, episode, step, hash of all actions of the episode).
 
@@ -220,6 +232,7 @@ class HistoryEnv(gym.Env[Any, Any]):
         self._kept: Any = None
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        _burn()
         if seed is not None:
             self.stamp, self.episode = seed, -1
         self.episode, self.count = self.episode + 1, 0
@@ -228,6 +241,7 @@ class HistoryEnv(gym.Env[Any, Any]):
         return self._observe(), {"hash": float(self.hash)}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _burn()
         if not 0 <= self.count < self.length:
             raise RuntimeError(f"step() at {self.count} of {self.length}: nobody called reset().")
         if not self.action_space.contains(action):
