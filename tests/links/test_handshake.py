@@ -57,6 +57,7 @@ def test_a_wrong_proof_is_answered_with_nothing():
         pickle.dumps(HELLO),
         os.urandom(100),
     ],
+    ids=range(10),  # random bytes in a name would make each process collect other tests
 )
 def test_garbage_after_the_proof_is_refused_in_words(said):
     steps = proven(admission(SECRET))
