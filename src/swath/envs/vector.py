@@ -69,11 +69,13 @@ class VectorGroup(BatchGroup):
             self._seeds, self._first = [int(seed) for seed in seeds], None
 
     def step_envs(self, actions: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any, Any]:
-        observation, *outcome, infos = self.env.step(self.build_action(actions))
-        for name, value in zip(_OUTCOME, outcome, strict=True):
+        observation, reward, terminated, truncated, infos = self.env.step(
+            self.build_action(actions)
+        )
+        for name, value in zip(_OUTCOME, (reward, terminated, truncated), strict=True):
             if value.__class__ is not np.ndarray or value.dtype.kind not in "fbiu":
                 _check_outcome(name, value)
-        return observation, outcome[0], outcome[1], outcome[2], infos
+        return observation, reward, terminated, truncated, infos
 
     def reset_envs(self, which: Sequence[int] | None) -> Any:
         if which is None:
