@@ -69,11 +69,13 @@ class VectorGroup(BatchGroup):
             self._seeds, self._first = [int(seed) for seed in seeds], None
 
     def step_envs(self, actions: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any, Any]:
-        answer: tuple[Any, Any, Any, Any, Any] = self.env.step(self.build_action(actions))
-        for name, value in zip(_OUTCOME, answer[1:4], strict=True):
+        observation, reward, terminated, truncated, infos = self.env.step(
+            self.build_action(actions)
+        )
+        for name, value in zip(_OUTCOME, (reward, terminated, truncated), strict=True):
             if value.__class__ is not np.ndarray or value.dtype.kind not in "fbiu":
                 _check_outcome(name, value)
-        return answer
+        return observation, reward, terminated, truncated, infos
 
     def reset_envs(self, which: Sequence[int] | None) -> Any:
         if which is None:
