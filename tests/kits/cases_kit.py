@@ -112,6 +112,9 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "a seed that is lost when the first reset after it fails": lambda c: (
         _has(c, "set_seed") and _has(c, "fail")
     ),
+    "max_lag beside trajs_per_batch": lambda c: (
+        c.get("max_lag") is not None and bool(c.get("trajs_per_batch"))
+    ),
 }
 """Faults that are known and not mended yet, as the cases that may show them. Empty it with them."""
 
