@@ -243,7 +243,11 @@ class BaseCollector(abc.ABC):
             if hasattr(buffer, "note_feeder"):
                 buffer.note_feeder(self._feeder, True)
             self._background = Background(
-                lambda: self._advance() is not None, self._tell_buffer, self._rest, self._wake
+                lambda: self._advance() is not None,
+                self._tell_buffer,
+                self._rest,
+                self._wake,
+                self._shield,
             )
             if hasattr(buffer, "watch"):  # so that who waits there hears of our end
                 buffer.watch = self._watch
