@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -252,3 +253,21 @@ def test_shutdown_does_not_wait_for_the_batch():
     collector.start()
     time.sleep(0.1)
     collector.async_shutdown(timeout=600)  # more than a test may take
+
+
+def test_a_pause_that_is_interrupted_is_none():
+    held = threading.Event()
+    with Collector(
+        CountingEnv,
+        frames_per_batch=20,
+        replay_buffer=Kept(),
+        post_collect_hook=lambda b: held.wait(),
+    ) as collector:
+        collector.start()
+        ring = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+        ring.start()
+        with pytest.raises(KeyboardInterrupt):
+            collector.pause()  # in vain: the batch does not get done
+        ring.join()
+        held.set()
+        until(lambda: collector.stats()["frames"] > 100)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +319,72 @@ def test_when_we_are_killed_everything_ends_within_seconds():
         parent.kill()
         parent.wait()
         assert kit.gone(pids, 3.0)
+
+
+def test_the_answer_to_who_was_interrupted_is_nobody_elses():
+    stop_server()  # so that it begins to import torch when it is asked
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(kit.answer, b"nobody's")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    worker = launch(kit.answer, b"mine")
+    assert worker.channel.receive()[0] == ("up", worker.pid, b"mine")
+    worker.close(0.0)
+
+
+STARTING = """
+from swath.collectors import MultiSyncCollector
+from swath.collectors.distributed import DistributedCollector
+from swath.envs import ParallelEnv
+from swath.testing import CountingEnv
+print("now", flush=True)
+one = {make}
+print("made", flush=True)
+input()
+"""
+MAKE = {
+    "sync": "MultiSyncCollector([CountingEnv] * 2, frames_per_batch=4)",
+    "parallel": "ParallelEnv(2, CountingEnv)",
+    "mp": "DistributedCollector([CountingEnv] * 2, frames_per_batch=4, launcher='mp')",
+}
+
+
+def members(group):
+    """Return the processes of a group that run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of, *_ = path.read_text().rpartition(")")[2].split()
+            found += [path.parent.name] if int(of) == group and state != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize(("make", "after"), [("sync", 0.02), ("parallel", 0.4), ("mp", 1.2)])
+def test_ctrl_c_while_workers_start_shows_one_traceback_and_leaves_nobody(make, after):
+    command = [sys.executable, "-W", "ignore", "-c", STARTING.format(make=MAKE[make])]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as script:
+        assert script.stdout.readline() == "now\n"
+        time.sleep(after)
+        os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+        _, errors = script.communicate(timeout=50)
+        deadline = time.monotonic() + 10
+        while members(script.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = members(script.pid)
+        for pid in left:
+            os.kill(int(pid), signal.SIGKILL)
+    assert script.returncode == -signal.SIGINT, errors
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert errors.count("Traceback") == errors.count("\nKeyboardInterrupt") == 1, errors
+    assert not left

@@ -31,6 +31,7 @@ class Background:
         on_end: Called by the thread at its end, with what was raised.
         on_rest: Called by it before it rests.
         wake: Lets it hear of its end, whatever it waits for, when the interpreter is to end.
+        shield: Of whoever makes a pause; lifted while it is waited for.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class Background:
         on_end: Callable[[BaseException | None], None],
         on_rest: Callable[[], None],
         wake: Callable[[], None],
+        shield: Shield,
     ) -> None:
         self._advance, self._on_end, self._on_rest = advance, on_end, on_rest
-        self._wake, self._shield = wake, Shield()
+        self._wake, self._shield = wake, shield
         self._state = threading.Condition()
         self._wanted, self._resting, self._stopping = True, False, False
         self.failure: BaseException | None = None

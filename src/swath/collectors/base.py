@@ -248,7 +248,11 @@ class BaseCollector(abc.ABC):
             if hasattr(buffer, "note_feeder"):  # who waits there hears of our end
                 buffer.note_feeder(self._feeder, True, self._watch)
             self._background = Background(
-                lambda: self._advance() is not None, self._tell_buffer, self._rest, self._wake
+                lambda: self._advance() is not None,
+                self._tell_buffer,
+                self._rest,
+                self._wake,
+                self._shield,
             )
         self._background.begin()  # it takes the turn itself
 

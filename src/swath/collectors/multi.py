@@ -312,8 +312,8 @@ class MultiCollector(CrewedCollector):
         """Continue where `state_dict` was taken; see `BaseCollector`."""
         if self._storing.on and self._assembler is not None:
             raise UsageError(
-                "the workers of this collector put trajectories together by themselves since "
-                "start(); load a state before start()."
+                "with trajs_per_batch the workers put trajectories together by themselves since "
+                "start(), and this state has others; make a new collector, load it there, start it."
             )
         super().load_state_dict(state)
 

@@ -42,8 +42,8 @@ def _name(env: Any) -> str:
     if not isinstance(env, (gym.Env, gym.vector.VectorEnv)):
         return type(env).__qualname__
     inner: Any = env.unwrapped
-    spec = getattr(inner, "spec", None)
-    return spec.id if spec is not None else type(inner).__qualname__
+    name = getattr(getattr(inner, "spec", None), "id", None)  # EnvPool's specs have no id
+    return type(inner).__qualname__ if name is None else name
 
 
 def described(runner: Runner, own_policy: bool = False) -> str:
