@@ -2,10 +2,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 N      ?= 3
+FUZZ_SECONDS ?= 300
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest --doctest-modules -n $(N) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-cluster coverage floor check bench examples docs size clean
+.PHONY: run test test-all test-cluster coverage floor fuzz check bench examples docs size clean
 
 run: $(VENV)/.run                       ## collect 200,000 frames of CartPole-v1 and say how it went
 	$(BIN)/swath collect CartPole-v1 --envs 8 --frames 200000
@@ -24,6 +25,10 @@ coverage: $(VENV)/.dev                  ## lines and branches that `make test` r
 	$(BIN)/coverage run -m pytest --doctest-modules -n $(N) --dist loadfile -m "not cluster"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+fuzz: $(VENV)/.dev                      ## the random testers, each for FUZZ_SECONDS; says what they tried
+	SWATH_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests -m "fuzz and not cluster" -s \
+	  -o faulthandler_timeout=0
 
 # Measuring takes twice as long as `make test`, so this judges what was measured last.
 floor:                                  ## the floor of the coverage that was measured last
@@ -50,7 +55,7 @@ docs: $(VENV)/.docs                     ## the site in site/
 
 size:                                   ## lines of the package; a ceiling that is raised on purpose
 	@find src/swath -name '*.py' | xargs wc -l | awk '$$2 == "total" { print "src/swath: " $$1 " lines"; \
-	  if ($$1 > 21600) exit 1 }'
+	  if ($$1 > 24400) exit 1 }'
 
 # One stamp per set of packages, made again when the declarations change.
 $(VENV)/bin/python:

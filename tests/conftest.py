@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections import Counter
@@ -18,6 +19,8 @@ import torch
 from swath.testing import CountingEnv
 
 torch.set_num_threads(1)
+# On a machine with many cores torch would keep a process that compiles beside this one.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell script that starts tests with `&` has Ctrl-C ignored in them, and in all their
     # children. What tests of Ctrl-C say must not depend on how they were started.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SECONDS = float(os.environ.get("SWATH_FUZZ_SECONDS", "5"))
-KINDS = ["one", "whole", "sync", "sync whole", "async"]
+KINDS = ["one", "whole", "parallel", "sync", "sync whole", "async"]
 
 SCRIPT = """
 import gc, os, random, signal, sys, threading, time, warnings

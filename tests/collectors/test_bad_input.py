@@ -47,7 +47,7 @@ from swath.errors import ClosedError, EnvError, PolicyError, SwathError, UsageEr
         ({"post_collect_hook": "f"}, r"post_collect_hook must be callable; got str 'f'"),
         ({"replay_buffer": 3}, r"replay_buffer must have a method extend\(batch\); got int"),
         ({"device": "gpu0"}, r"device is 'gpu0', which is no torch device"),
-        ({"policy_device": "cuda"}, r"policy_device is 'cuda', and there is no such device here"),
+        ({"policy_device": "cuda:99"}, r"policy_device is 'cuda:99', and there is no such device"),
         ({"cudagraph_policy": True}, r"cudagraph_policy needs"),
         ({"trajs_per_batch": 2, "split_trajs": True}, r"trajs_per_batch and split_trajs do not go"),
         ({"trajs_per_batch": 2, "compact_obs": True}, r"trajs_per_batch and compact_obs do not go"),

@@ -6,6 +6,7 @@ Workers import this file, so it imports no test tools.
 from __future__ import annotations
 
 import os
+import signal as signals
 import subprocess
 import time
 import warnings
@@ -118,6 +119,15 @@ class Child(subprocess.Popen):
     def __exit__(self, *exc_info) -> None:
         self.kill()
         super().__exit__(*exc_info)
+
+
+def ended_by_ctrl_c(code: int) -> bool:
+    """Tell whether a script ended as one does whose KeyboardInterrupt nobody caught.
+
+    Python forgets how it ended, and ends with 1, if anything runs `exec` on a text at exit, as some
+    libraries do.
+    """
+    return code in (1, -signals.SIGINT)
 
 
 def kill(signal: int):

@@ -439,10 +439,11 @@ def _check_device(name: str, value: Any) -> None:
     if value is None:
         return
     try:
-        kind = torch.device(value).type
+        device = torch.device(value)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"{name} is {value!r}, which is no torch device.") from error
-    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+    there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    if device.type != "cpu" and not there:
         raise UsageError(f"{name} is {value!r}, and there is no such device here; use 'cpu'.")
 
 
