@@ -419,6 +419,24 @@ def test_whole_trajectories(kind):
             assert kit.rows(part)[:, 2].tolist() == list(range(part.numel()))
 
 
+@pytest.mark.parametrize("then", ["reset", "set_seed"])
+@pytest.mark.parametrize("kind", ["async", "ahead"])
+def test_reset_beside_whole_trajectories_cuts_those_that_workers_have_gone_on_with(kind, then):
+    options = {"frames_per_batch": 8, "trajs_per_batch": 1, "traj_format": "cat", "seed": 0}
+    if kind == "ahead":
+        options["collect_ahead"] = True
+    with make("sync" if kind == "ahead" else kind, **options) as collector:
+        whole = []
+        for number in range(12):
+            whole += [collector.next() for _ in range(1 + number % 3)]
+            if then == "reset":
+                collector.reset()  # a worker may have ended a trajectory that is begun here
+            else:
+                collector.set_seed(1 + number)
+        frames = kit.each_once(whole, [])
+        assert frames <= collector.stats()["frames"]
+
+
 @pytest.mark.parametrize("how", ["stack", 0, -1])
 def test_split_and_compact(how):
     options = {"frames_per_batch": 48, "seed": 1, "cat_results": how}
