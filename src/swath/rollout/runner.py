@@ -370,10 +370,10 @@ class Runner:
         for i in ended:
             done[t, i] = True
             self._ends.append((t, i))
-        self.filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
         left = [i for i in ended if i not in renewed] if renewed else ended
         if self.plan.compact_obs and len(left):
             columns.keep_final(slab, self.interface, t, np.asarray(left))
+        self.filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
         if not self.plan.reset_when_done:
             self._freeze(slab, t, ended)
         elif not self.plan.stop_at_first_end:
@@ -453,20 +453,39 @@ class Runner:
         The envs start new episodes afterwards.
         """
         rows, mask = self.filled, None
-        if len(completed):
-            which = np.asarray(completed)
-            for following, current in self._pairs(slab):
-                following[rows, which] = current[rows + 1, which]
-            columns.mark_done(slab, rows, which)
+        which = np.asarray(completed, int)
+        which = which[~self.frozen[which]]
+        if len(which):
+            self._close_broken(slab, rows, which)
             rows += 1
             mask = np.ones((rows, self.group.num_envs), bool)
             mask[-1] = False
             mask[-1, which] = True
+            if keys.MASK in slab.arrays:  # what that leaves out is no frame here either
+                slab.arrays[keys.MASK][:rows] &= mask
+                mask = None
         self._ends = [end for end in self._ends if end[0] < rows]  # Ctrl-C comes anywhere
         with contextlib.suppress(SwathError):
             whole = self._finish(slab, rows, mask)
             self.partial = Filled(slab, rows, whole.frames, mask)
         self._needs_reset = True
+
+    def _close_broken(self, slab: Slab, t: int, which: np.ndarray) -> None:
+        """Close row t of the envs that had made its step when another failed, as `_end` would."""
+        for following, current in self._pairs(slab):
+            following[t, which] = current[t + 1, which]
+        columns.mark_done(slab, t, which)
+        done = slab.arrays[keys.NEXT_DONE][..., 0]
+        if self.plan.compact_obs:
+            # Where envs reset themselves, these have put the last observations aside already.
+            left = which[~done[t, which]] if self._envs.eager else which
+            columns.keep_final(slab, self.interface, t, left)
+            if t:  # the last row of those that have none here
+                columns.keep_final(slab, self.interface, t - 1, np.flatnonzero(~done[t - 1]))
+        if self._limits is not None:
+            over = [i for i in which.tolist() if self._last_steps[i] <= t]
+            slab.arrays[keys.NEXT_TRUNCATED][t, over] = done[t, over] = True
+        self._ends += [(t, i) for i in which.tolist() if done[t, i]]
 
     def _located(self, failure: CallFailed) -> EnvError:
         cause = failure.__cause__
