@@ -81,6 +81,7 @@ class Runner:
         self.frozen = np.zeros(n, bool)
         self.random_state: RandomState | None = None
         self._seed: int | None = None
+        self._seed_is_new = self._seeds_again = False
         self.partial: Filled | None = None
         self.finished: list[tuple[float, int]] = []
         """Return and length of the episodes that ended in the last rollout."""
@@ -175,7 +176,7 @@ class Runner:
 
     def set_seed(self, seed: int) -> None:
         """Restart every random stream; the next rollout starts with fresh episodes."""
-        self._seed = seed
+        self._seed, self._seed_is_new, self._seeds_again = seed, True, False
         self.group.seed(env_seeds(seed, self.streams))
         self.sampler.seed(seed)
         self.random_state = RandomState(seed, self.streams[0], self._gpu)
@@ -186,6 +187,9 @@ class Runner:
         self._needs_reset = True
 
     def _reset_all(self, slab: Slab) -> None:
+        if self._seeds_again:  # the first reset was broken off: some envs have used their seeds
+            self.group.seed(env_seeds(self._seed or 0, self.streams))
+        self._seeds_again = self._seed_is_new
         try:
             self.group.bind(slab, bare=True).reset(0, None)
         except CallFailed as failure:
@@ -198,7 +202,7 @@ class Runner:
             slab.tensors[keys.IS_INIT][0] = True
         self._new_trajectories()
         self.frozen[:] = False
-        self._needs_reset = False
+        self._needs_reset = self._seed_is_new = self._seeds_again = False
 
     def _new_trajectories(self) -> None:
         n = self.group.num_envs
@@ -514,6 +518,7 @@ class Runner:
             "steps_made": self.steps_made,
             "frames_made": self.frames_made,
             "seed": self._seed,
+            "seed_is_new": self._seed_is_new,
             "random_left": self.random_frames.left,
             "sampler": self.sampler.state_dict(),
             "random_state": random_state.state_dict(),
@@ -538,6 +543,7 @@ class Runner:
         self.next_traj_id, self.version = state["next_traj_id"], state["version"]
         self.steps_made, self.frames_made = state["steps_made"], state["frames_made"]
         self._seed, self.random_frames.left = state["seed"], state["random_left"]
+        self._seed_is_new = self._seeds_again = state["seed_is_new"]
         self.sampler.load_state_dict(state["sampler"])
         self.random_state = self.random_state or RandomState(0, gpu=self._gpu)
         self.random_state.load_state_dict(state["random_state"])
