@@ -75,7 +75,7 @@ class Runner:
         self.sampler = sampler or ActionSampler(self.interface.actions, self.streams)
         self.random_frames = RandomFrames(self.sampler, plan.init_random_frames or 0)
         self.episodes, self.shares = Episodes(n), Shares()
-        self.version = self.steps_made = self.frames_made = 0
+        self.version = self.steps_made = self.frames_made = self.filled = 0
         self.next_traj_id = plan.first_traj_id
         self.traj_ids = np.zeros(n, np.int64)
         self.frozen = np.zeros(n, bool)
@@ -85,7 +85,6 @@ class Runner:
         self.partial: Filled | None = None
         self.finished: list[tuple[float, int]] = []
         """Return and length of the episodes that ended in the last rollout."""
-        self.filled = 0
         self._ends: list[tuple[int, int]] = []
         if plan.seed is not None:
             self.set_seed(plan.seed)
