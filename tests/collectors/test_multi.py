@@ -332,6 +332,12 @@ def test_no_batch_is_older_than_max_lag(kind, lag):
         assert max(seen) == 1  # it does collect ahead
 
 
+def test_max_lag_says_nothing_of_whole_trajectories_and_is_refused_beside_them():
+    for kind in (MultiAsyncCollector, AsyncCollector):
+        with pytest.raises(UsageError, match=r"and max_lag do not .* leave max_lag out"):
+            kind([CountingEnv], frames_per_batch=10, trajs_per_batch=2, max_lag=1)
+
+
 def test_the_fast_worker_is_not_starved_by_the_slow(tmp_path):
     gate = tmp_path / "gate"
     makers = [CountingEnv, lambda: kit.Uneven(str(gate))]
@@ -419,6 +425,24 @@ def test_whole_trajectories(kind):
             assert kit.rows(part)[:, 2].tolist() == list(range(part.numel()))
 
 
+@pytest.mark.parametrize("then", ["reset", "set_seed"])
+@pytest.mark.parametrize("kind", ["async", "ahead"])
+def test_reset_beside_whole_trajectories_cuts_those_that_workers_have_gone_on_with(kind, then):
+    options = {"frames_per_batch": 8, "trajs_per_batch": 1, "traj_format": "cat", "seed": 0}
+    if kind == "ahead":
+        options["collect_ahead"] = True
+    with make("sync" if kind == "ahead" else kind, **options) as collector:
+        whole = []
+        for number in range(12):
+            whole += [collector.next() for _ in range(1 + number % 3)]
+            if then == "reset":
+                collector.reset()  # a worker may have ended a trajectory that is begun here
+            else:
+                collector.set_seed(1 + number)
+        frames = kit.each_once(whole, [])
+        assert frames <= collector.stats()["frames"]
+
+
 @pytest.mark.parametrize("how", ["stack", 0, -1])
 def test_split_and_compact(how):
     options = {"frames_per_batch": 48, "seed": 1, "cat_results": how}
@@ -433,6 +457,20 @@ def test_split_and_compact(how):
             compact = collector.next()
             assert ("next", "observation") not in compact.keys(True)
             restored = restore_next(compact)
+            for key in SAME:
+                assert torch.equal(restored[key], expected[key]), key
+
+
+@pytest.mark.parametrize("total", [-1, 38])
+def test_a_compact_batch_of_uneven_workers_can_be_made_whole_again(total):
+    options = {"frames_per_batch": [12, 4], "seed": 1, "cat_results": -1, "total_frames": total}
+    makers = [[CountingEnv] * 2] * 2
+    with MultiSyncCollector(makers, **options) as collector:
+        plain = [collector.next() for _ in range(3)]
+    with MultiSyncCollector(makers, compact_obs=True, **options) as collector:
+        for expected in plain:
+            restored = restore_next(collector.next())
+            assert ("collector", "mask") not in restored.keys(True)
             for key in SAME:
                 assert torch.equal(restored[key], expected[key]), key
 
@@ -545,6 +583,16 @@ def test_policy_factories_one_or_a_list():
         MultiSyncCollector([kit.wide] * 2, frames_per_batch=10, policy_factory=[*factories, int])
 
 
+def test_weights_that_only_workers_have_cannot_be_published_by_themselves():
+    options = {"frames_per_batch": 10, "update_at_each_batch": True}
+    for kind in (MultiSyncCollector, MultiAsyncCollector):
+        with pytest.raises(UsageError, match=r"update_at_each_batch .* policy_factory.* pass the"):
+            kind([kit.wide] * 2, policy_factory=kit.Telling, **options)
+    still = {"policy_factory": lambda: lambda observation: observation[..., 0] * 0}
+    with MultiSyncCollector([CountingEnv] * 2, **still, **options) as collector:
+        assert [collector.next()["collector", "policy_version"].max() for _ in range(2)] == [0, 1]
+
+
 def test_waiting_for_weights_while_the_next_batch_is_collected():
     policy = kit.Telling()
     options = {"frames_per_batch": 10, "total_frames": 100, "collect_ahead": True}
@@ -641,6 +689,7 @@ def test_bad_input_is_refused_at_construction():
             ([CountingEnv] * 2, {"create_env_kwargs": [{}]}, "1 entries for 2 workers"),
             ([CountingEnv] * 2, {"devices": ["cpu"] * 3}, "device has 3 entries for 2"),
             ([CountingEnv] * 2, {"num_thread": 2}, "Did you mean 'num_threads'"),
+            ([CountingEnv] * 2, {"cudagraph": True}, r"cudagraph is True, .* not torch-native"),
             ([CountingEnv] * 2, {"worker_timeout": 0}, "worker_timeout"),
             ([CountingEnv] * 2, {"on_worker_failure": "ignore"}, "on_worker_failure"),
             ([CountingEnv] * 2, {"policy": lambda o: lock}, r"policy > lock is a lock"),

@@ -312,6 +312,8 @@ def test_an_env_that_fails_in_its_turn_is_named():
         (serial, {"env_groups": 0}, "env_groups must be an int of at least 1"),
         (serial, {"cudagraph_policy": True}, "cudagraph_policy needs a policy on a CUDA device"),
         (serial, {"cudagraph": "yes"}, "cudagraph must be one of"),
+        (serial, {"cudagraph": True}, r"cudagraph is True, .* these envs are not torch-native"),
+        (lambda: Steps(8), {"cudagraph": True}, r"cudagraph is True, .* the envs are on cpu"),
         (serial, {"device": ["cpu", "cpu"]}, "device as a list is for collectors with workers"),
     ],
 )

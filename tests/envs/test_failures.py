@@ -13,6 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from swath.collectors import Collector
+from swath.collectors.utils import restore_next
 from swath.envs import GymEnv, ParallelEnv, SerialEnv
 from swath.errors import EnvError, UsageError
 from swath.seeding import env_seed
@@ -58,6 +59,44 @@ def test_an_exception_in_step_says_where_and_loses_no_frame(make, index, n, at):
         assert (check_transitions(batches) if batches else 0) == at * n + index
         assert collector.partial() is None
         assert check_transitions(collector.next()) == 10 * n
+
+
+STEPPED_APART = {
+    "in a list": lambda bad: [CountingEnv, bad, CountingEnv],
+    "in a joined list": lambda bad: [SyncVectorEnv([CountingEnv]), bad, CountingEnv],
+    "in processes": lambda bad: ParallelEnv(3, [CountingEnv, bad, CountingEnv], num_workers=2),
+}
+stepped_apart = pytest.mark.parametrize("make", STEPPED_APART.values(), ids=STEPPED_APART)
+
+
+@stepped_apart
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("call", ["at_step", "at_reset"])
+def test_limits_hold_and_next_observations_are_there_in_the_step_that_breaks(make, compact, call):
+    options = {"frames_per_batch": 60, "max_frames_per_traj": 3, "compact_obs": compact}
+    for at in range(1, 9):
+        bad = crashing(**{call: at // 2 if call == "at_reset" and at > 1 else at})
+        with Collector(make(bad), seed=at, **options) as collector:
+            with pytest.raises(EnvError, match="mass"):
+                collector.next()
+            rest = collector.partial()
+            rest = restore_next(rest) if compact else rest
+            assert check_transitions(rest, max_frames_per_traj=3) == collector.stats()["frames"]
+            frames = rest[rest["collector", "mask"]] if "mask" in rest["collector"] else rest
+            assert frames["next", "done"].sum() == collector.stats()["episodes"]
+
+
+@pytest.mark.parametrize("make", [STEPPED_APART["in a list"], STEPPED_APART["in processes"]])
+def test_rows_of_envs_that_stay_ended_are_no_frames_of_a_step_that_breaks(make):
+    for at in range(1, 9):
+        options = {"frames_per_batch": 60, "reset_when_done": False, "seed": at}
+        envs = make(crashing(at_step=at, longest=10**6))
+        with Collector(envs, **options) as collector:
+            with pytest.raises(EnvError, match="mass"):
+                collector.next()
+            rest = collector.partial()
+            assert rest["collector", "mask"].sum() == collector.stats()["frames"]
+            assert rest["next", "reward"][rest["collector", "mask"]].all()
 
 
 @every_kind

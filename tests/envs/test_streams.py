@@ -12,6 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from swath.collectors import Collector
 from swath.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole
+from swath.errors import EnvError
 from swath.testing import CountingEnv, check_replay, check_transitions
 
 SEED = 21
@@ -83,6 +84,55 @@ def test_another_seed_gives_other_data_and_set_seed_starts_again(make):
     assert torch.equal(first["observation"], again["observation"])
     assert torch.equal(first["action"], again["action"])
     assert again["collector", "traj_ids"].min() > other["collector", "traj_ids"].max()
+
+
+class Stumbling(CountingEnv):
+    """Its next reset raises what `error` holds."""
+
+    error = None
+
+    def _before(self, call):
+        if call == "reset" and Stumbling.error is not None:
+            error, Stumbling.error = Stumbling.error, None
+            raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [CountingEnv, Stumbling, CountingEnv],
+        lambda: SyncVectorEnv([CountingEnv, Stumbling]),
+        lambda: [SyncVectorEnv([CountingEnv]), Stumbling, CountingEnv],
+    ],
+    ids=["list", "vector", "joined"],
+)
+def test_a_seed_is_not_lost_by_a_first_reset_that_is_broken_off(make, saved, error):
+    with Collector(make(), frames_per_batch=60) as collector:
+        collector.set_seed(5)
+        expected = collector.next().clone()
+        collector.set_seed(5)
+        Stumbling.error = error
+        with pytest.raises((EnvError, KeyboardInterrupt)):
+            collector.next()
+        if saved:
+            collector.load_state_dict(collector.state_dict())
+        batch = collector.next()
+        for key in ("observation", "action", ("next", "reward")):
+            assert torch.equal(batch[key], expected[key]), key
+
+
+def test_an_env_keeps_its_seed_until_a_reset_has_used_it():
+    env = SerialEnv(2, Stumbling)
+    env.set_seed(5)
+    expected = env.reset()["observation"].tolist()
+    env.set_seed(5)
+    Stumbling.error = RuntimeError("no")
+    with pytest.raises(EnvError, match="no"):
+        env.reset()
+    assert env.reset()["observation"].tolist() == expected
+    env.close()
 
 
 def test_no_two_envs_of_a_collector_share_a_stream():

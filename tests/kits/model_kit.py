@@ -136,8 +136,9 @@ class Model:
     ids: dict[tuple[int, int], int] = field(default_factory=dict)
     life: int = 0
     stamps: set[int] | None = None
-    taken: set[int] = field(default_factory=set)
-    """Trajectories of which `partial()` or `rollout()` gave some frames."""
+    trails: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """Where each episode of each env goes on; whole trajectories come by their ends, others in
+    parts, by `rollout()` and `partial()`."""
     keys: dict[str, set[Any]] = field(default_factory=dict)
     resets: bool = False
     exact: bool = True
@@ -194,7 +195,10 @@ class Model:
             self._check_end(row, last[row.stamp] == (row.episode, row.step), source)
             self._check_choice(row)
         for row in sorted(rows, key=_time):
-            self._follow(row, source)
+            if self.promises.whole is None:
+                self._follow(row, source)
+            else:
+                self._follow_trail(row)
         self._check_random(rows, source)
         if source == "next":
             self._check_lags(rows)
@@ -315,7 +319,7 @@ class Model:
 
     def _follow(self, row: Row, source: str) -> None:
         place, p = self.places.get(row.stamp), self.promises
-        ahead = not p.inline or p.whole is not None  # what was collected before comes first
+        ahead = not p.inline  # what was collected before comes first
         # An env that was not seen yet may have had frames on the way when reset() was called.
         jumps = ahead and (self.resets if place is None else place.jumps)
         if place is None:
@@ -330,8 +334,20 @@ class Model:
         self._check_id(row)
         done = row.flags[2] and (p.cuts or not p.marks or self._really_ends(row))
         self.places[row.stamp] = Place(row.episode, row.step, row.there[3], row.id, not done, jumps)
-        if source != "next" and p.whole is not None:
-            self.taken.add(row.id)
+
+    def _follow_trail(self, row: Row) -> None:
+        """Check that the frames of an episode come in order and once, and that none is left out."""
+        p, trails = self.promises, self.trails.setdefault(row.stamp, {})
+        if row.episode in trails:
+            wanted = trails[row.episode]
+            demand((row.step, row.hash) == wanted, f"{row}: step {wanted[0]} was expected")
+        else:  # of a worker that was lost, beginnings are
+            demand(row.step == 0 or p.restarts, f"{row}: the first frame of this episode")
+            jumps = self.resets or p.cuts or p.restarts or self.life > 0
+            follows = row.episode == 0 or row.episode - 1 in trails
+            demand(follows or jumps, f"{row}: an episode is missing")
+        trails[row.episode] = (row.step + 1, row.there[3])
+        self._check_id(row)
 
     def _check_jump(self, row: Row, place: Place) -> None:
         """Check that an env may have left its episode, or some, before the end."""
@@ -385,8 +401,7 @@ class Model:
         demand(len(by_id) == many, f"{len(by_id)} whole trajectories; {many} were asked for")
         for traj_id, parts in by_id.items():
             steps = [row.step for row in parts]
-            if traj_id not in self.taken:
-                demand(steps == list(range(len(steps))), f"id {traj_id}: not whole: {steps}")
+            demand(steps == list(range(len(steps))), f"id {traj_id}: not whole: {steps}")
             ends = [row.flags[2] for row in parts]
             demand(ends == [False] * (len(ends) - 1) + [True], f"id {traj_id}: ends at {ends}")
 

@@ -30,6 +30,7 @@ from swath.collectors.jobs import check_equal, jobs_of, sources_of, split
 from swath.collectors.options import Options, Scope
 from swath.collectors.single import plan_of
 from swath.collectors.storing import Storing
+from swath.errors import UsageError
 from swath.links import in_words
 from swath.memory import Layout
 from swath.memory.weights import WeightBlock
@@ -121,12 +122,27 @@ class CrewedCollector(BaseCollector):
         for number in numbers:
             check_equal(self._forms, ready[number], number)
         self._told = {number: ready[number] for number in numbers}
+        self._check_publishing()
         spec = self._forms.weights
         if len({ready[number].weights.gpu for number in numbers}) > 1:
             spec = replace(spec, gpu=None)  # no one GPU sees them all
         self._spec, self._block = spec, self._crew.place.weights(self._crew, spec)
         for number in numbers:
             self._block.begin(number)
+
+    def _check_publishing(self) -> None:
+        """Refuse to publish at each batch what only the workers have."""
+        options = self.options
+        automatic = options.update_at_each_batch or options.max_weight_update_interval > 0
+        # What factories make is known only now: that may be functions, which have no weights.
+        if automatic and self._policy is None and self._forms.weights.shapes:
+            name = "update_at_each_batch"
+            name = name if options.update_at_each_batch else "max_weight_update_interval"
+            raise UsageError(
+                f"{name} and policy_factory do not go together: the workers make their policies, "
+                f"so there is nothing here to publish. Leave {name} out and pass the weights "
+                "yourself, update_policy_weights_(policy), or give policy instead."
+            )
 
     def _streams(self, worker: int) -> int:
         """Return the first of as many random streams as a worker has envs; nobody had them yet."""

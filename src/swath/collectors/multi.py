@@ -229,7 +229,21 @@ class MultiCollector(CrewedCollector):
         self._mend_all(dead)
         self._forget_episodes()
         if self._assembler is not None:
+            self._take_held()
             self._assembler.discard_open()
+
+    def _take_held(self) -> None:
+        """Put the trajectories together that were collected up to here.
+
+        What is held goes on with trajectories that the assembler has begun: if these were discarded
+        before it is there, its ends would pass for whole ones.
+        """
+        assert self._assembler is not None
+        while self._held:
+            rollout, frames = self._held.popleft()
+            self._frames += frames
+            if rollout is not STORED:
+                self._assembler.push(rollout)
 
     def _forget_episodes(self) -> None:
         """Forget what is known of the workers' episodes: others are under way now."""

@@ -254,8 +254,6 @@ class MultiSyncCollector(MultiCollector):
             frames, mask_beside = int(own[:steps].sum()), None
         else:
             frames, mask_beside = int(mask.sum()), None if mask.all() else mask
-        if not done.failed and self._assembler is None:
-            mask_beside = None  # rows that some workers do not have are cut off below
         batch = lend(
             self._pool,
             Filled(done.slab, steps, frames, mask_beside),
@@ -263,6 +261,8 @@ class MultiSyncCollector(MultiCollector):
             self._lead,
             self._moved,
         )
+        if mask_beside is not None and not done.failed and self._assembler is None:
+            batch.del_(keys.MASK)  # rows that some workers do not have are cut off here
         return self._concatenated(batch, done), frames
 
     def _mask(self, done: _Round, steps: int) -> np.ndarray:

@@ -31,6 +31,10 @@ _CLASHES = {
     ("trajs_per_batch", "split_trajs"): "trajs_per_batch already delivers whole trajectories",
     ("trajs_per_batch", "compact_obs"): "whole trajectories hold their next observations",
     ("trajs_per_batch", "reset_when_done"): "an env that stays ended has one trajectory",
+    ("trajs_per_batch", "max_lag"): (
+        "it is rollouts that are held back, and whole trajectories wait for their ends and for one "
+        "another while you publish; leave max_lag out, or trajs_per_batch"
+    ),
     ("reset_at_each_iter", "reset_when_done"): (
         "reset_at_each_iter resets what reset_when_done=False leaves alone"
     ),

@@ -77,7 +77,7 @@ class GymGroup(Group):
         return (made or self._reset_one(i))[0]
 
     def _reset_one(self, i: int) -> tuple[Any, dict[str, Any]]:
-        seed, self._seeds[i] = self._seeds[i], None
+        seed = self._seeds[i]
         try:
             answer = self.envs[i].reset() if seed is None else self.envs[i].reset(seed=seed)
         except Exception as error:
@@ -86,6 +86,7 @@ class GymGroup(Group):
             raise CallFailed(
                 i, "reset()", f"reset() must return (observation, info); it returned {answer!r}"
             )
+        self._seeds[i] = None  # only now: a reset that is broken off has not used it
         return answer
 
 

@@ -87,7 +87,11 @@ class VectorGroup(BatchGroup):
         return self.env.reset(options=_ResetMask(reset_mask=mask))[0]
 
     def _reset_all(self) -> tuple[Any, dict[str, Any]]:
-        seeds, self._seeds = self._seeds, None
+        answer = self._reset_with(self._seeds)
+        self._seeds = None  # only now: a reset that is broken off has not used them
+        return answer
+
+    def _reset_with(self, seeds: list[int] | None) -> tuple[Any, dict[str, Any]]:
         if seeds is None:
             return self.env.reset()
         inner = self.env.unwrapped

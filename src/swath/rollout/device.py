@@ -40,10 +40,33 @@ __all__ = ["DeviceRunner", "runner_for"]
 
 def runner_for(group: EnvGroup, policy: Any, plan: Plan) -> Runner:
     """Return the runner whose rollouts stay on the device of the envs, if they can."""
+    why = _why_through_the_host(group, policy, plan)
+    if why is None:
+        return DeviceRunner(group, policy, plan)
+    if plan.cudagraph is True:
+        raise _no_graph(why)
+    return Runner(group, policy, plan)
+
+
+def _why_through_the_host(group: EnvGroup, policy: Any, plan: Plan) -> str | None:
+    """Return why rollouts cannot stay on the device of the envs, or None if they can."""
     env, computes, _ = plan.devices.settled(group, policy)
-    steps_by_mask = plan.reset_when_done and not plan.compact_obs and not plan.stop_at_first_end
-    stays = group.native and env.type != "cpu" and env == computes and steps_by_mask
-    return (DeviceRunner if stays else Runner)(group, policy, plan)
+    if not group.native:
+        return "these envs are not torch-native"
+    if env.type == "cpu":
+        return "the envs are on cpu"
+    if env != computes:
+        return f"the envs are on {env}, and the policy is on {computes}"
+    if plan.compact_obs or not plan.reset_when_done or plan.stop_at_first_end:
+        return "compact_obs and reset_when_done=False need a look at every step"
+    return None
+
+
+def _no_graph(why: str) -> UsageError:
+    return UsageError(
+        f"cudagraph is True, but a rollout cannot be one CUDA graph: {why}. Change that, or pass "
+        '"auto".'
+    )
 
 
 class DeviceRunner(Runner):
@@ -65,10 +88,7 @@ class DeviceRunner(Runner):
             del self.carry[key]
         self.graph = Recorder(self._record, self._parts, device, self._why_no_graph())
         if plan.cudagraph is True and self.graph.why is not None:
-            raise UsageError(
-                f"cudagraph is True, but a rollout cannot be one CUDA graph: {self.graph.why}. "
-                'Change that, or pass "auto".'
-            )
+            raise _no_graph(self.graph.why)
 
     @property
     def home(self) -> torch.device:

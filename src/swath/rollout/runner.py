@@ -75,16 +75,16 @@ class Runner:
         self.sampler = sampler or ActionSampler(self.interface.actions, self.streams)
         self.random_frames = RandomFrames(self.sampler, plan.init_random_frames or 0)
         self.episodes, self.shares = Episodes(n), Shares()
-        self.version = self.steps_made = self.frames_made = 0
+        self.version = self.steps_made = self.frames_made = self.filled = 0
         self.next_traj_id = plan.first_traj_id
         self.traj_ids = np.zeros(n, np.int64)
         self.frozen = np.zeros(n, bool)
         self.random_state: RandomState | None = None
         self._seed: int | None = None
+        self._seed_is_new = self._seeds_again = False
         self.partial: Filled | None = None
         self.finished: list[tuple[float, int]] = []
         """Return and length of the episodes that ended in the last rollout."""
-        self.filled = 0
         self._ends: list[tuple[int, int]] = []
         if plan.seed is not None:
             self.set_seed(plan.seed)
@@ -175,7 +175,7 @@ class Runner:
 
     def set_seed(self, seed: int) -> None:
         """Restart every random stream; the next rollout starts with fresh episodes."""
-        self._seed = seed
+        self._seed, self._seed_is_new, self._seeds_again = seed, True, False
         self.group.seed(env_seeds(seed, self.streams))
         self.sampler.seed(seed)
         self.random_state = RandomState(seed, self.streams[0], self._gpu)
@@ -186,6 +186,9 @@ class Runner:
         self._needs_reset = True
 
     def _reset_all(self, slab: Slab) -> None:
+        if self._seeds_again:  # the first reset was broken off: some envs have used their seeds
+            self.group.seed(env_seeds(self._seed or 0, self.streams))
+        self._seeds_again = self._seed_is_new
         try:
             self.group.bind(slab, bare=True).reset(0, None)
         except CallFailed as failure:
@@ -198,7 +201,7 @@ class Runner:
             slab.tensors[keys.IS_INIT][0] = True
         self._new_trajectories()
         self.frozen[:] = False
-        self._needs_reset = False
+        self._needs_reset = self._seed_is_new = self._seeds_again = False
 
     def _new_trajectories(self) -> None:
         n = self.group.num_envs
@@ -370,10 +373,10 @@ class Runner:
         for i in ended:
             done[t, i] = True
             self._ends.append((t, i))
-        self.filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
         left = [i for i in ended if i not in renewed] if renewed else ended
         if self.plan.compact_obs and len(left):
             columns.keep_final(slab, self.interface, t, np.asarray(left))
+        self.filled = t + 1  # row t is whole: a reset that fails, or Ctrl-C, does not lose it
         if not self.plan.reset_when_done:
             self._freeze(slab, t, ended)
         elif not self.plan.stop_at_first_end:
@@ -453,20 +456,39 @@ class Runner:
         The envs start new episodes afterwards.
         """
         rows, mask = self.filled, None
-        if len(completed):
-            which = np.asarray(completed)
-            for following, current in self._pairs(slab):
-                following[rows, which] = current[rows + 1, which]
-            columns.mark_done(slab, rows, which)
+        which = np.asarray(completed, int)
+        which = which[~self.frozen[which]]
+        if len(which):
+            self._close_broken(slab, rows, which)
             rows += 1
             mask = np.ones((rows, self.group.num_envs), bool)
             mask[-1] = False
             mask[-1, which] = True
+            if keys.MASK in slab.arrays:  # what that leaves out is no frame here either
+                slab.arrays[keys.MASK][:rows] &= mask
+                mask = None
         self._ends = [end for end in self._ends if end[0] < rows]  # Ctrl-C comes anywhere
         with contextlib.suppress(SwathError):
             whole = self._finish(slab, rows, mask)
             self.partial = Filled(slab, rows, whole.frames, mask)
         self._needs_reset = True
+
+    def _close_broken(self, slab: Slab, t: int, which: np.ndarray) -> None:
+        """Close row t of the envs that had made its step when another failed, as `_end` would."""
+        for following, current in self._pairs(slab):
+            following[t, which] = current[t + 1, which]
+        columns.mark_done(slab, t, which)
+        done = slab.arrays[keys.NEXT_DONE][..., 0]
+        if self.plan.compact_obs:
+            # Where envs reset themselves, these have put the last observations aside already.
+            left = which[~done[t, which]] if self._envs.eager else which
+            columns.keep_final(slab, self.interface, t, left)
+            if t:  # the last row of those that have none here
+                columns.keep_final(slab, self.interface, t - 1, np.flatnonzero(~done[t - 1]))
+        if self._limits is not None:
+            over = [i for i in which.tolist() if self._last_steps[i] <= t]
+            slab.arrays[keys.NEXT_TRUNCATED][t, over] = done[t, over] = True
+        self._ends += [(t, i) for i in which.tolist() if done[t, i]]
 
     def _located(self, failure: CallFailed) -> EnvError:
         cause = failure.__cause__
@@ -495,6 +517,7 @@ class Runner:
             "steps_made": self.steps_made,
             "frames_made": self.frames_made,
             "seed": self._seed,
+            "seed_is_new": self._seed_is_new,
             "random_left": self.random_frames.left,
             "sampler": self.sampler.state_dict(),
             "random_state": random_state.state_dict(),
@@ -519,6 +542,7 @@ class Runner:
         self.next_traj_id, self.version = state["next_traj_id"], state["version"]
         self.steps_made, self.frames_made = state["steps_made"], state["frames_made"]
         self._seed, self.random_frames.left = state["seed"], state["random_left"]
+        self._seed_is_new = self._seeds_again = state["seed_is_new"]
         self.sampler.load_state_dict(state["sampler"])
         self.random_state = self.random_state or RandomState(0, gpu=self._gpu)
         self.random_state.load_state_dict(state["random_state"])
