@@ -286,13 +286,11 @@ class ReplayBuffer:
         if ring is None:
             yield
             return
-        with ring:
-            ring.words[Word.FREE] += 1
+        ring.free(True)
         try:
             yield
         finally:
-            with ring:
-                ring.words[Word.FREE] -= 1
+            ring.free(False)
 
     def note_version(self, version: int) -> None:
         """Take the newest policy version, from which the lag of samples is counted."""
