@@ -497,6 +497,28 @@ def test_a_new_collector_continues_nothing_of_a_buffer_that_was_loaded(tmp_path)
     check_transitions(other.sample())
 
 
+@pytest.mark.parametrize(
+    ("sampler", "other", "message"),
+    [
+        (UniformSampler(), PrioritizedSampler(), "PrioritizedSampler goes on from .*'values'"),
+        (PrioritizedSampler(), UniformSampler(), r"UniformSampler goes on from \['left'\]"),
+        (SliceSampler(slice_len=2), PrioritizedSampler(), r"and it has \[\]"),
+    ],
+)
+def test_the_state_of_another_sampler_is_refused_before_anything_is_changed(
+    tmp_path, sampler, other, message
+) -> None:
+    buffer = ReplayBuffer(20, sampler=sampler, batch_size=4)
+    buffer.extend(trajectories([1], [0], 6, set()))
+    buffer.save(tmp_path / "saved")
+    second = ReplayBuffer(20, sampler=other, batch_size=4)
+    with pytest.raises(UsageError, match=message):
+        second.load(tmp_path / "saved")
+    assert len(second) == 0
+    second.extend(trajectories([1], [0], 6, set()))
+    second.sample()
+
+
 @pytest.mark.parametrize("form", ["state", "files"])
 def test_slices_of_a_run_that_was_resumed_are_those_of_one_that_was_not(tmp_path, form) -> None:
     buffer, other = of_slices(8), of_slices(8)

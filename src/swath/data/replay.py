@@ -465,8 +465,8 @@ class ReplayBuffer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; nobody may write meanwhile."""
         self._check()
+        saving.check_state(state, self.capacity, self.sampler)
         self._stop_prefetch()
-        saving.check_state(state, self.capacity)
         self._draws.rng.bit_generator.state = state["rng"]
         if "frames" not in state:
             return self.empty()

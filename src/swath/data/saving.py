@@ -25,6 +25,7 @@ from swath.data.datasets import DatasetWriter, described, opened, partial_of
 from swath.data.drawing import Draws
 from swath.data.files import check_size, damaged
 from swath.data.runs import Runs, Streams
+from swath.data.samplers import Sampler
 from swath.data.storage import Ring, Word
 from swath.errors import UsageError
 from swath.tree import Key, nest
@@ -65,12 +66,21 @@ def _ledger(ring: Ring, draws: Draws, streams: Streams) -> dict[str, Any]:
     return ledger
 
 
-def check_state(state: Mapping[str, Any], capacity: int) -> None:
-    """Refuse a state that is none of a buffer of this capacity."""
+def check_state(state: Mapping[str, Any], capacity: int, sampler: Sampler) -> None:
+    """Refuse a state that is none of a buffer of this capacity, with such a sampler."""
     if state.get("format") != 1 or state.get("capacity") != capacity:
         raise UsageError(
             f"this is no state of a replay buffer with capacity={capacity}: format "
             f"{state.get('format')!r}, capacity {state.get('capacity')!r}."
+        )
+    known = state.get("sampler")  # none, if the buffer was empty
+    needed = set() if known is None else sampler.state_dict().keys() - known.keys()
+    if known is not None and needed:
+        raise UsageError(
+            f"this is the state of a replay buffer with another sampler: {type(sampler).__name__} "
+            f"goes on from {sorted(needed)}, and it has {sorted(known)}. Load it into a buffer "
+            "with the sampler that it was saved with, or take the frames alone: "
+            "buffer.extend(load_dataset(directory))."
         )
 
 
