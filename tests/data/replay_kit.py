@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,6 +158,45 @@ def stop_while_writing(channel: Channel, payload: bytes) -> None:
     column.frames = slow
     buffer.extend(numbered(first, frames))
     channel.send("done")
+
+
+def claim_when_told(channel: Channel, payload: bytes) -> None:
+    """Tell, each time when told, whether so many rows could be had."""
+    buffer, frames, port = attach(channel)
+    ring = buffer._ring
+    channel.send("attached")
+    while port.receive()[0]:
+        with ring.writing:
+            first = ring.claim(frames, lambda: True)
+            if first is not None:
+                ring.abandon(first, frames)
+        channel.send(first is not None)
+
+
+def fork_and_die_while_writing(channel: Channel, payload: bytes) -> None:
+    """Be killed with half of the rows copied, and leave a fork behind."""
+    buffer, frames, _ = attach(channel)
+    ring = buffer._ring
+
+    def fork_and_die(*_: Any) -> None:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        channel.send(pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ring.columns[next(reversed(ring.columns))].frames = fork_and_die
+    buffer.extend(numbered(1000, frames))
+
+
+def die_while_unpaced(channel: Channel, payload: bytes) -> None:
+    """Be killed while no writer is to be held back."""
+    buffer, _, port = attach(channel)
+    with buffer.unpaced():
+        channel.send("unpaced")
+        port.receive()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sample_once(channel: Channel, payload: bytes) -> None:

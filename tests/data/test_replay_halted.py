@@ -11,7 +11,7 @@ from preempt_kit import Halts, Words, halted_everywhere, killed
 from replay_kit import check, contents, numbered
 
 from swath.data import ReplayBuffer
-from swath.data.storage import _Locks
+from swath.data.locks import Locks
 from swath.links import Channel, ProcessLink
 
 CAPACITY = 6
@@ -26,7 +26,7 @@ def shared() -> ReplayBuffer:
 def other(buffer: ReplayBuffer) -> ReplayBuffer:
     """Return what another process has of a buffer, which knows nothing of our threads' locks."""
     attached = ReplayBuffer.attached(*buffer.handle())
-    attached._ring._locks = _Locks()
+    attached._ring._locks = Locks()
     return attached
 
 

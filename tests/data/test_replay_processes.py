@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,8 @@ import replay_kit as kit
 import torch
 from replay_kit import check, check_sums, contents, numbered, process
 
-from swath.data import ReplayBuffer, SliceSampler
-from swath.errors import EnvError, UsageError
+from swath.data import ReplayBuffer, SliceSampler, load_dataset
+from swath.errors import EnvError, UsageError, WorkerError
 
 
 def shared(capacity: int = 10, **options: Any) -> ReplayBuffer:
@@ -129,6 +132,95 @@ def test_a_slow_writer_is_not_overtaken_by_a_lap() -> None:
         thread.join(20)
         assert not thread.is_alive()
     assert contents(buffer) == [*range(61, 66), *range(70, 75)]
+
+
+def hold_while_writing(buffer: ReplayBuffer, act: Callable[[], Any]) -> None:
+    """Let something happen once, in the middle of the next write."""
+    ring: Any = buffer._ring
+    put = ring.put
+
+    def halted(*args: Any) -> Any:
+        ring.put = put
+        act()
+        return put(*args)
+
+    ring.put = halted
+
+
+def test_rows_stay_the_writers_when_its_process_reads_the_files_meanwhile(tmp_path: Path) -> None:
+    """Of POSIX locks all would end with the first descriptor of the file that is closed."""
+    files = tmp_path / "files"
+    buffer = ReplayBuffer(10, storage="memmap", directory=files, batch_size=4)
+    buffer.extend(numbered(0, 10))
+    could: list[bool] = []
+
+    def ask() -> None:
+        link.send(True)
+        could.append(link.receive())
+
+    def act() -> None:
+        ask()
+        load_dataset(files)
+        ask()
+        with pytest.raises(UsageError, match="is open in another buffer"):
+            ReplayBuffer(10, storage="memmap", directory=files)
+        ask()
+
+    with process(kit.claim_when_told, buffer, 8) as link:
+        assert link.receive() == "attached"
+        hold_while_writing(buffer, act)
+        buffer.extend(numbered(20, 6))
+        ask()
+    assert could == [False, False, False, True]
+    buffer.close()
+
+
+def test_a_fork_is_a_writer_of_its_own() -> None:
+    buffer = shared(10)
+    buffer.extend(numbered(0, 10))
+
+    def act() -> None:
+        pid = os.fork()
+        if pid == 0:
+            ring: Any = buffer._ring
+            os._exit(ring.claim(8, lambda: True) is None)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    ended: list[int] = []
+    hold_while_writing(buffer, act)
+    buffer.extend(numbered(20, 6))
+    assert ended == [1]
+    act()
+    assert ended == [1, 0]
+
+
+def test_a_fork_of_a_killed_writer_holds_nobody_up() -> None:
+    buffer = shared(10, timeout=20)
+    buffer.extend(numbered(0, 10))
+    with process(kit.fork_and_die_while_writing, buffer, 4) as link:
+        fork = link.receive()
+        try:
+            assert link.exit_code(30) == -9
+            buffer.extend(numbered(20, 10))
+        finally:
+            os.kill(fork, signal.SIGKILL)
+    assert contents(buffer) == list(range(20, 30))
+
+
+def test_who_is_killed_while_writers_go_free_leaves_them_held_back() -> None:
+    buffer = shared(100, samples_per_insert=1.0, tolerance=0.0, timeout=0.3)
+    with process(kit.die_while_unpaced, buffer, None) as link:
+        assert link.receive() == "unpaced"
+        for first in range(0, 30, 10):
+            buffer.extend(numbered(first, 10))
+        link.send(None)
+        assert link.exit_code(30) == -9
+    with pytest.raises(WorkerError, match="too few samples are drawn"):
+        buffer.extend(numbered(30, 10))
+    with buffer.unpaced(), buffer.unpaced():
+        buffer.extend(numbered(40, 10))
+    with pytest.raises(WorkerError, match="too few samples are drawn"):
+        buffer.extend(numbered(50, 10))
 
 
 def test_empty_takes_what_is_being_written_along() -> None:

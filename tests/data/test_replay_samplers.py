@@ -423,6 +423,122 @@ def test_slices_of_a_collector_and_of_a_restored_buffer(tmp_path) -> None:
     again.close()
 
 
+def stored(buffer: ReplayBuffer, seed: int, envs: int = 2) -> Collector:
+    """Return a collector that writes to a buffer; its episodes rarely end with a batch."""
+    env = SerialEnv(envs, "CartPole-v1")
+    return Collector(env, frames_per_batch=6 * envs, seed=seed, replay_buffer=buffer)
+
+
+def of_slices(frames: int = 4) -> ReplayBuffer:
+    sampler = SliceSampler(slice_len=frames)
+    return ReplayBuffer(2_000, sampler=sampler, batch_size=200 * frames, seed=0)
+
+
+def check_transitions(batch) -> None:
+    """Fail if a frame of a slice does not begin where the one before it has ended."""
+    ends, begins = batch["next", "observation"][:, :-1], batch["observation"][:, 1:]
+    assert torch.equal(ends, begins)
+
+
+def test_slices_keep_to_one_of_several_collectors_whose_ids_are_the_same() -> None:
+    buffer = of_slices()
+    with stored(buffer, 1) as one, stored(buffer, 2) as other:
+        for which in (one, other, one, one, other, other, one):
+            which.next()
+    check_transitions(buffer.sample())
+    batch = buffer.sample()
+    check_transitions(batch)
+    assert (batch["index"].diff(dim=1) > 1).any()  # trajectories of both went on across batches
+
+
+def test_slices_keep_to_one_writer_where_you_write_for_several() -> None:
+    buffer = of_slices()
+    for start in (0, 3, 6):
+        for writer, far in (("a", 0), ("b", 1000)):
+            buffer.extend(trajectories([1, 2], [start + far] * 2, 3, set()), writer=writer)
+    batch = buffer.sample()
+    check_slices(batch)
+    assert set(batch["time"][:, 0].tolist()) == {one + far for one in range(6) for far in (0, 1000)}
+
+
+@pytest.mark.parametrize("gone", ["rollout", "partial"])
+def test_slices_do_not_jump_over_frames_that_went_elsewhere(gone: str) -> None:
+    buffer = of_slices()
+    with stored(buffer, 1) as collector:
+        collector.next()
+        if gone == "rollout":
+            assert collector.rollout() is not None
+        else:
+            collector._raw, kept = collector._rollout(), collector  # as Ctrl-C leaves it
+            assert kept.partial() is not None
+        collector.next()
+    check_transitions(buffer.sample())
+
+
+def test_a_collector_that_goes_back_to_a_state_does_not_continue_what_it_wrote_since() -> None:
+    buffer = of_slices()
+    with stored(buffer, 1) as collector:
+        collector.next()
+        state = collector.state_dict()
+        collector.next()
+        collector.load_state_dict(state)
+        collector.next()
+    check_transitions(buffer.sample())
+
+
+def test_a_new_collector_continues_nothing_of_a_buffer_that_was_loaded(tmp_path) -> None:
+    buffer, other = of_slices(), of_slices()
+    with stored(buffer, 1) as collector:
+        collector.next()
+    buffer.save(tmp_path / "saved")
+    other.load(tmp_path / "saved")
+    with stored(other, 2) as collector:
+        collector.next()
+    check_transitions(other.sample())
+
+
+@pytest.mark.parametrize(
+    ("sampler", "other", "message"),
+    [
+        (UniformSampler(), PrioritizedSampler(), "PrioritizedSampler goes on from .*'values'"),
+        (PrioritizedSampler(), UniformSampler(), r"UniformSampler goes on from \['left'\]"),
+        (SliceSampler(slice_len=2), PrioritizedSampler(), r"and it has \[\]"),
+    ],
+)
+def test_the_state_of_another_sampler_is_refused_before_anything_is_changed(
+    tmp_path, sampler, other, message
+) -> None:
+    buffer = ReplayBuffer(20, sampler=sampler, batch_size=4)
+    buffer.extend(trajectories([1], [0], 6, set()))
+    buffer.save(tmp_path / "saved")
+    second = ReplayBuffer(20, sampler=other, batch_size=4)
+    with pytest.raises(UsageError, match=message):
+        second.load(tmp_path / "saved")
+    assert len(second) == 0
+    second.extend(trajectories([1], [0], 6, set()))
+    second.sample()
+
+
+@pytest.mark.parametrize("form", ["state", "files"])
+def test_slices_of_a_run_that_was_resumed_are_those_of_one_that_was_not(tmp_path, form) -> None:
+    buffer, other = of_slices(8), of_slices(8)
+    with stored(buffer, 1) as first, stored(other, 5) as second:
+        first.next()
+        second.next()
+        second.load_state_dict(first.state_dict())
+        if form == "files":
+            buffer.save(tmp_path / "saved")
+            other.load(tmp_path / "saved")
+        else:
+            other.load_state_dict(buffer.state_dict())
+        for collector in (first, second, first, second):
+            collector.next()
+    batch = buffer.sample()
+    check_transitions(batch)
+    assert torch.equal(batch["observation"], other.sample()["observation"])
+    assert (batch["index"][:, 0] < 12).any()  # and some of them cross the seam
+
+
 def test_priorities_of_a_buffer_that_has_drawn_nothing_yet_are_restored() -> None:
     buffer, other = (ReplayBuffer(20, sampler="prioritized", batch_size=50) for _ in range(2))
     buffer.extend(numbered(0, 15))

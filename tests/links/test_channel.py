@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from swath.links import channel
-from swath.links.channel import Channel, close_all
+from swath.links.channel import Channel, StalledError, close_all
 
 
 @pytest.fixture
@@ -33,6 +33,39 @@ def test_messages_arrive_in_order_both_ways(ends):
         assert message["number"] == len(message["array"]) == number
         assert descriptors == []
         assert one.receive() == (("back", number), [])
+
+
+def test_who_takes_nothing_of_a_message_for_too_long_is_given_up(ends):
+    one, other = ends
+    one.limit(0.05)
+    with pytest.raises(StalledError):
+        one.send(bytes(50_000_000))
+    with pytest.raises(EOFError):  # the rest of it does not come any more
+        other.receive()
+    with pytest.raises(StalledError):
+        one.receive()
+
+
+def test_who_gives_only_a_part_of_a_message_for_too_long_is_given_up(ends):
+    one, other = ends
+    one.limit(0.05)
+    other._socket.sendall(b"\x10\0\0\0\0\0\0\0 and no more"[:12])
+    with pytest.raises(StalledError):
+        one.receive()
+    with pytest.raises(StalledError):
+        one.send("anything")
+
+
+def test_who_takes_a_large_message_piece_by_piece_is_not_given_up(ends):
+    one, other = ends
+    one.limit(0.5)
+    other.limit(None)
+    reader = threading.Thread(target=lambda: got.append(other.receive()[0]))
+    got: list[bytes] = []
+    reader.start()
+    one.send(bytes(20_000_000))
+    reader.join()
+    assert len(got[0]) == 20_000_000
 
 
 class Through:

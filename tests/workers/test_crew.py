@@ -91,6 +91,31 @@ def test_a_worker_that_stops_in_the_middle_of_a_message_does_not_hold_up_the_end
         assert kit.gone([link.pid])
 
 
+@pytest.mark.timeout(60)
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_late():
+    with Started(CountingEnv, CountingEnv, timeout=4.0) as crew:
+        link = crew.links[0]
+        crew.order(0, Call(pack(lambda about: bytes(50_000_000), "it")))
+        while not link.waits():
+            time.sleep(0.001)
+        os.kill(link.pid, signal.SIGSTOP)
+        assert crew.next() == (0, Died(link.name, ending(-signal.SIGKILL), 4.0))
+        assert kit.gone([link.pid])
+        assert crew.call({1: Reset()}) == {1: Done()}
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_stops_reading_its_messages_is_late():
+    with Started(CountingEnv, CountingEnv, timeout=4.0) as crew:
+        link = crew.links[0]
+        os.kill(link.pid, signal.SIGSTOP)
+        crew.tell(0, Call(bytes(50_000_000)))  # more than a socket holds
+        assert crew.next() == (0, Died(link.name, ending(-signal.SIGKILL), 4.0))
+        crew.tell(0, Reset())
+        assert kit.gone([link.pid])
+        assert crew.call({1: Reset()}) == {1: Done()}
+
+
 def test_workers_answer_what_they_are_asked():
     started = Started(CountingEnv, CountingEnv)
     with started as crew:

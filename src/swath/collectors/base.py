@@ -23,6 +23,7 @@ from swath.collectors.background import Background, Pause
 from swath.collectors.options import Options
 from swath.collectors.setup import FORMAT, Setup, check_state, checksum, opened, packed
 from swath.collectors.turns import between_batches
+from swath.data.runs import Stream
 from swath.errors import ClosedError, UsageError, WorkerError
 from swath.observe.progress import Bar
 from swath.owner import Owner
@@ -53,6 +54,7 @@ class BaseCollector(abc.ABC):
         self._bar = Bar(options.total_frames) if options.progress else None
         self._background: Background | None = None
         self._feeder = uuid.uuid4().hex  # its name among those who fill the replay buffer
+        self._stream = Stream()  # what it writes there
         self._shield, self._owner = Shield(), Owner(type(self).__name__)
         self._raw: Any = None  # what was collected, counted, and not finished yet
         self._made: tuple[Any] | None = None  # what was finished and not delivered yet
@@ -96,6 +98,7 @@ class BaseCollector(abc.ABC):
                 rollout: Any = self._rollout()
             else:  # a call before this one was interrupted
                 rollout, self._raw = self._raw, None
+            self._stream.cut()
             if self._assembler is None:
                 self._raw = rollout
             elif rollout is not None:
@@ -152,7 +155,7 @@ class BaseCollector(abc.ABC):
             return batch
         written = getattr(options.replay_buffer, "writes", 0)
         try:
-            options.replay_buffer.extend(batch)
+            self._stream.write(options.replay_buffer, batch)
         except KeyboardInterrupt:
             if getattr(options.replay_buffer, "writes", 0) != written:  # then not once more
                 self._made, self._raw, self._batches = (None,), None, self._batches + 1
@@ -332,6 +335,8 @@ class BaseCollector(abc.ABC):
         self._check_process()
         with self._shield, self.pause(), self._owner.turn("partial()"):
             left = self._left_over()
+            if left is not None:
+                self._stream.cut()
             self._made = None if left is None else (left,)
         answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
         return None if answer is None else answer[0]
@@ -457,6 +462,7 @@ class BaseCollector(abc.ABC):
             "setup": self._whole_setup(),
             "frames": self._frames,
             "batches": self._batches,
+            "stream": self._stream.last,
             "collector": blob,
             "checksum": checksum(blob),
         }
@@ -486,6 +492,7 @@ class BaseCollector(abc.ABC):
             self._assembler.load_state_dict(inner["assembler"])
         self._raw, self._made = inner["kept"]
         self._frames, self._batches = state["frames"], state["batches"]
+        self._stream = Stream(state.get("stream"))
 
     @abc.abstractmethod
     def _setup(self) -> Setup:

@@ -50,7 +50,7 @@ class Word:
     BUSY = 8  # whether somebody changes the ledger
     STATE = 9  # OPEN, CLOSED or FAILED
     ERROR = 10  # bytes of the error
-    FREE = 11  # how many do not want writers to be held back
+    FREE = 11  # whether somebody who may live does not want writers to be held back
     STARVED = 12  # 1 + how many frames were written when somebody could not draw; see pacing.py
     LOADED = 13  # how often a state was loaded: numbers mean other frames since
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
@@ -25,6 +26,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.data.pacing import Feeders
 from swath.data.replay import ReplayBuffer
+from swath.data.runs import Stream
 from swath.errors import ClosedError, UsageError, WorkerError
 from swath.links import pack
 from swath.links.calls import writable
@@ -83,9 +85,9 @@ class Keeper:
         self._feeders, self._lock = set[str](), threading.Lock()
         self._unpaced = contextlib.ExitStack()
 
-    def extend(self, *batch: Any) -> None:
+    def extend(self, names: tuple[str, str], *batch: Any) -> None:
         """Write a flat batch."""
-        self._buffer.extend(unflatten(*batch))
+        self._buffer.extend_after(unflatten(*batch), *names)
 
     def sample(self, size: int | None) -> Flat:
         """Return a batch, flat."""
@@ -157,6 +159,7 @@ class RayReplayBuffer:
     watch: Callable[[], object] | None = None
     """Called while a call waits; it raises to end that."""
     _actor: Any
+    _name: str  # no other copy in another process has it
 
     def __init__(
         self,
@@ -177,6 +180,7 @@ class RayReplayBuffer:
         self._session = enter(address, ray_init_config, 2 + needs.get("CPU", 0), launch_timeout)
         self._ender: Any = weakref.finalize(self, _leave_aside, self._session)
         self._ender.atexit = False  # Ray itself sees to that
+        self._name = uuid.uuid4().hex
         try:
             self._begin(kind, needs, launch_timeout, options)
         except BaseException:
@@ -258,9 +262,15 @@ class RayReplayBuffer:
         """Call a method of the buffer that waits for nobody."""
         return self._ask("control", "call", name, *arguments)
 
-    def extend(self, batch: TensorDictBase) -> None:
-        """Write the frames of a batch; returns when they are there."""
-        self._ask("write", "extend", *flatten(batch))
+    def extend(self, batch: TensorDictBase, *, writer: str = "") -> None:
+        """Write the frames of a batch; returns when they are there.
+
+        Args:
+            batch: Of frames.
+            writer: Who made them; as of `ReplayBuffer`, and that of another process is another.
+        """
+        names = Stream.names(f"{self._name} {writer}")
+        self._ask("write", "extend", names, *flatten(batch))
 
     def sample(self, batch_size: int | None = None) -> TensorDict:
         """Return frames drawn by the sampler; waits until there are some."""
@@ -341,7 +351,7 @@ class RayReplayBuffer:
 def _attached(about: dict[str, Any]) -> RayReplayBuffer:
     buffer = object.__new__(RayReplayBuffer)
     vars(buffer).update(about, _owner=False, _closed=False, _ender=None, _session=session())
-    buffer._feeders = Feeders()
+    buffer._feeders, buffer._name = Feeders(), uuid.uuid4().hex
     return buffer
 
 

@@ -26,7 +26,7 @@ from swath.data import saving
 from swath.data.drawing import Draws, Wanted
 from swath.data.frames import check_fit, frames_of, leaves
 from swath.data.pacing import Feeders, Pace, Prefetcher, Stopped
-from swath.data.runs import Runs
+from swath.data.runs import Runs, Stream, Streams
 from swath.data.samplers import PrioritizedSampler, Sampler, UniformSampler
 from swath.data.storage import (
     CLOSED,
@@ -133,7 +133,7 @@ class ReplayBuffer:
         """How often `extend` has written something; it counts even if Ctrl-C comes at its end."""
         self._ring: Ring | None = None
         self._like: Any = None
-        self._runs: Runs | None = None
+        self._streams = Streams()
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
         self._closed = self._attached = False
@@ -169,19 +169,34 @@ class ReplayBuffer:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def extend(self, batch: TensorDictBase) -> None:
+    def extend(self, batch: TensorDictBase, *, writer: str = "") -> None:
         """Write the frames of a batch `[*, T]`, env by env and in order of time.
 
         Rows that `("collector", "mask")` excludes are left out, and so is the mask. All frames are
         written or, if this raises, none; but Ctrl-C may come when they are written, see `writes`.
+
+        Args:
+            batch: Of frames.
+            writer: Who made them, where you write what several collectors made, whose trajectories
+                have the same ids: a trajectory goes on after frames of the same writer only.
+        """
+        self.extend_after(batch, *Stream.names(writer))
+
+    def extend_after(self, batch: TensorDictBase, after: str, name: str) -> None:
+        """Write a batch whose trajectories go on where those of another end.
+
+        Args:
+            batch: Of frames.
+            after: The name of that batch.
+            name: Its own; see `runs.py`.
         """
         try:
-            self._write(batch)
+            self._write(batch, after, name)
         except BaseException:
-            self._runs = None  # what follows does not continue what was before
+            self._streams.forget(after)  # what follows does not continue what was before
             raise
 
-    def _write(self, batch: TensorDictBase) -> None:
+    def _write(self, batch: TensorDictBase, after: str, name: str) -> None:
         self._check()
         values, lead, mask = frames_of(batch)
         frames = math.prod(lead) if mask is None else int(np.count_nonzero(mask))
@@ -207,33 +222,19 @@ class ReplayBuffer:
                 )
             kept = min(frames, self.capacity)
             try:
-                self._runs = self._current_runs(ring)
+                runs = self._streams.take(after, ring)
                 spans, skip = ring.spans(first, kept), frames - kept
                 seen = ring.put(spans, values, lead, mask, skip)
-                if self._runs is not None and not self._follow_rows(ring, first, seen, lead):
+                if runs is not None and not _follow_rows(runs, ring, first, seen, lead):
                     length = lead[-1] if mask is None and not skip and len(lead) > 1 else None
-                    self._runs.follow(ring, np.arange(first, first + kept), length)
+                    runs.follow(ring, np.arange(first, first + kept), length)
                 version = _newest(values, seen)
             except BaseException:
                 ring.abandon(first, kept)
                 raise
             ring.commit(first, kept, frames, version)
+            self._streams.put(name, runs)
             self.writes += 1
-
-    def _current_runs(self, ring: Ring) -> Runs | None:
-        """Return what notes trajectories, if anybody draws slices, in whatever process."""
-        if not ring.words[Word.RUNS]:
-            return None
-        runs = self._runs
-        return Runs(ring) if runs is None or runs.loaded != ring.words[Word.LOADED] else runs
-
-    def _follow_rows(
-        self, ring: Ring, first: int, seen: Mapping[Key, np.ndarray], lead: torch.Size
-    ) -> bool:
-        ids, ended = seen.get(keys.TRAJ_IDS), seen.get(keys.NEXT_DONE)
-        if self._runs is None or ids is None or ended is None or len(lead) != 2:
-            return False
-        return self._runs.follow_rows(ring, first, ids.reshape(lead), ended.reshape(lead))
 
     def _check_lifted(self, ring: Ring) -> None:
         with ring.shield.lifted():  # while a write waits, Ctrl-C may come
@@ -286,13 +287,11 @@ class ReplayBuffer:
         if ring is None:
             yield
             return
-        with ring:
-            ring.words[Word.FREE] += 1
+        ring.free(True)
         try:
             yield
         finally:
-            with ring:
-                ring.words[Word.FREE] -= 1
+            ring.free(False)
 
     def note_version(self, version: int) -> None:
         """Take the newest policy version, from which the lag of samples is counted."""
@@ -461,13 +460,13 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """Return all frames and all that the next draws depend on; plain tensors and numbers."""
         self._check()
-        return saving.state_of(self._ring, self._draws, self.capacity)
+        return saving.state_of(self._ring, self._draws, self._streams, self.capacity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; nobody may write meanwhile."""
         self._check()
+        saving.check_state(state, self.capacity, self.sampler)
         self._stop_prefetch()
-        saving.check_state(state, self.capacity)
         self._draws.rng.bit_generator.state = state["rng"]
         if "frames" not in state:
             return self.empty()
@@ -475,7 +474,7 @@ class ReplayBuffer:
         ring = self._ring or self._allocate(values, 1)
         check_fit(ring.columns, values, 1)
         with ring.writing:
-            self._runs = saving.restore(ring, values, state)
+            saving.restore(ring, self._streams, values, state)
         self.sampler.load_state_dict(ring, state["sampler"])
         self._draws.news = object()
 
@@ -491,7 +490,7 @@ class ReplayBuffer:
         self._check()
         if self._ring is None or not len(self):
             raise UsageError("this replay buffer is empty; there is nothing to save.")
-        saving.save(self._ring, self._draws, directory, checksum)
+        saving.save(self._ring, self._draws, self._streams, directory, checksum)
 
     def load(self, directory: str | Path, *, verify: bool = False) -> None:
         """Continue where `save` was called; nothing is unpickled.
@@ -600,6 +599,15 @@ class ReplayBuffer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _follow_rows(
+    runs: Runs, ring: Ring, first: int, seen: Mapping[Key, np.ndarray], lead: torch.Size
+) -> bool:
+    ids, ended = seen.get(keys.TRAJ_IDS), seen.get(keys.NEXT_DONE)
+    if ids is None or ended is None or len(lead) != 2:
+        return False
+    return runs.follow_rows(ring, first, ids.reshape(lead), ended.reshape(lead))
 
 
 def _newest(values: _Tensors, seen: Mapping[Key, np.ndarray]) -> int:

@@ -10,20 +10,68 @@
 A stretch is what one writer wrote in the order of time, side by side: a row of a batch, or less of
 it. There may be several trajectories in it, each of which but the last ends there. A sampler looks
 for their ends itself, among the few frames that it considers, so that a write costs little.
+
+Ids tell trajectories of one writer apart, not those of two: each collector counts from 0. So a
+batch of a collector says which batch it follows (`Stream`), by a name that no other has, and its
+trajectories go on from there and nowhere else. A collector that goes back to an earlier state, or
+whose frames went elsewhere meanwhile, follows what is not there any more: then nothing goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
+import torch
 
 from swath.data.storage import Ring, Word
 from swath.rollout import keys
 
-__all__ = ["Runs", "consecutive", "depth"]
+__all__ = ["Runs", "Stream", "Streams", "consecutive", "depth"]
 
 _MANY = 10_000
+_STREAMS = 1_000
+
+
+class Stream:
+    """What one source writes to a buffer, batch after batch.
+
+    Args:
+        last: The name of the batch that the next one follows.
+    """
+
+    _writing: ContextVar[Stream | None] = ContextVar("swath stream", default=None)
+
+    def __init__(self, last: str | None = None) -> None:
+        self.last = uuid.uuid4().hex if last is None else last
+
+    def write(self, buffer: Any, batch: Any) -> None:
+        """Call `buffer.extend(batch)`, which may be anybody's, so that ours knows whose it is."""
+        token = self._writing.set(self)
+        try:
+            buffer.extend(batch)
+        finally:
+            self._writing.reset(token)
+
+    def cut(self) -> None:
+        """Let the next batch follow none: frames in between are not in the buffer."""
+        self.last = uuid.uuid4().hex
+
+    @classmethod
+    def names(cls, writer: str) -> tuple[str, str]:
+        """Return the name of the batch that the one being written now follows, and its own.
+
+        All batches of a writer who is no stream have the same one.
+        """
+        stream = cls._writing.get()
+        if stream is None:
+            return writer, writer
+        after = stream.last
+        stream.cut()  # before it is written: whoever is interrupted just behind that goes on there
+        return after, stream.last
 
 
 class Runs:
@@ -34,7 +82,7 @@ class Runs:
     """
 
     def __init__(self, ring: Ring) -> None:
-        self._last: dict[int, int] = {}  # by trajectory that is open: its last frame
+        self.last: dict[int, int] = {}  # by trajectory that is open: its last frame
         self.loaded = ring.words[Word.LOADED]
 
     @staticmethod
@@ -109,15 +157,56 @@ class Runs:
             stretches: The trajectory at the beginning of each, the one at its end, whether that has
                 ended, and the number of the last frame.
         """
-        before, known = [], self._last
+        before, known = [], self.last
         for first, final, ends, number in zip(*stretches, strict=True):
             before.append(known.pop(first, -1))
             if not ends:
                 known[final] = number
         if len(known) > _MANY:  # trajectories that nobody ended
             low = ring.window()[0]
-            self._last = {one: last for one, last in known.items() if last >= low}
+            self.last = {one: last for one, last in known.items() if last >= low}
         return before
+
+
+class Streams:
+    """What trajectories go on from, by the name of the batch that the next is to follow."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Runs] = {}
+
+    def take(self, after: str, ring: Ring) -> Runs | None:
+        """Return what notes a batch that follows another, if slices are wanted in any process."""
+        runs = self._runs.pop(after, None)
+        if not ring.words[Word.RUNS]:
+            return None
+        return Runs(ring) if runs is None or runs.loaded != ring.words[Word.LOADED] else runs
+
+    def put(self, name: str, runs: Runs | None) -> None:
+        """Let batches follow one that is written."""
+        if runs is not None:
+            self._runs[name] = runs
+            if len(self._runs) > _STREAMS:  # those of sources that went back, or are gone
+                self._runs.pop(next(iter(self._runs)), None)
+
+    def forget(self, after: str) -> None:
+        """Let nothing follow a batch any more."""
+        self._runs.pop(after, None)
+
+    def state(self, ring: Ring) -> dict[str, torch.Tensor]:
+        """Return for each name the open trajectories, `[trajectories, (id, last frame)]`."""
+        loaded = ring.words[Word.LOADED]
+        return {
+            name: torch.tensor(list(runs.last.items()), dtype=torch.int64).reshape(-1, 2)
+            for name, runs in list(self._runs.items())
+            if runs.loaded == loaded
+        }
+
+    def load(self, ring: Ring, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state`; the frames are in the ring already."""
+        self._runs = {}
+        for name, known in state.items():
+            self._runs[name] = runs = Runs(ring)
+            runs.last = dict(known.tolist())
 
 
 def consecutive(ring: Ring, index: np.ndarray) -> np.ndarray:

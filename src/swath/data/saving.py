@@ -24,7 +24,8 @@ from swath.data.checksums import STATE
 from swath.data.datasets import DatasetWriter, described, opened, partial_of
 from swath.data.drawing import Draws
 from swath.data.files import check_size, damaged
-from swath.data.runs import Runs
+from swath.data.runs import Runs, Streams
+from swath.data.samplers import Sampler
 from swath.data.storage import Ring, Word
 from swath.errors import UsageError
 from swath.tree import Key, nest
@@ -34,7 +35,7 @@ __all__ = ["check_state", "load", "restore", "save", "state_of"]
 _CHUNK = 1 << 26
 
 
-def state_of(ring: Ring | None, draws: Draws, capacity: int) -> dict[str, Any]:
+def state_of(ring: Ring | None, draws: Draws, streams: Streams, capacity: int) -> dict[str, Any]:
     """Return all frames and all that the next draws depend on."""
     state: dict[str, Any] = {
         "format": 1,
@@ -45,11 +46,11 @@ def state_of(ring: Ring | None, draws: Draws, capacity: int) -> dict[str, Any]:
         with ring:
             rows = ring.numbers() % capacity
             state["frames"] = nest({key: c.take(rows) for key, c in ring.columns.items()})
-            state.update(_ledger(ring, draws))
+            state.update(_ledger(ring, draws, streams))
     return state
 
 
-def _ledger(ring: Ring, draws: Draws) -> dict[str, Any]:
+def _ledger(ring: Ring, draws: Draws, streams: Streams) -> dict[str, Any]:
     numbers = ring.numbers()
     ledger = {
         "numbers": torch.from_numpy(numbers),
@@ -61,19 +62,31 @@ def _ledger(ring: Ring, draws: Draws) -> dict[str, Any]:
         ledger["begins"], ledger["before"] = (
             torch.from_numpy(one[rows]) for one in (ring.begins, ring.before)
         )
+        ledger["streams"] = streams.state(ring)
     return ledger
 
 
-def check_state(state: Mapping[str, Any], capacity: int) -> None:
-    """Refuse a state that is none of a buffer of this capacity."""
+def check_state(state: Mapping[str, Any], capacity: int, sampler: Sampler) -> None:
+    """Refuse a state that is none of a buffer of this capacity, with such a sampler."""
     if state.get("format") != 1 or state.get("capacity") != capacity:
         raise UsageError(
             f"this is no state of a replay buffer with capacity={capacity}: format "
             f"{state.get('format')!r}, capacity {state.get('capacity')!r}."
         )
+    known = state.get("sampler")  # none, if the buffer was empty
+    needed = set() if known is None else sampler.state_dict().keys() - known.keys()
+    if known is not None and needed:
+        raise UsageError(
+            f"this is the state of a replay buffer with another sampler: {type(sampler).__name__} "
+            f"goes on from {sorted(needed)}, and it has {sorted(known)}. Load it into a buffer "
+            "with the sampler that it was saved with, or take the frames alone: "
+            "buffer.extend(load_dataset(directory))."
+        )
 
 
-def save(ring: Ring, draws: Draws, directory: str | Path, checksum: bool = False) -> None:
+def save(
+    ring: Ring, draws: Draws, streams: Streams, directory: str | Path, checksum: bool = False
+) -> None:
     """Write frames and whatever else there is to know, in place of what was saved there before."""
     path, new, old = _paths(directory)
     if path.exists() and not (path / STATE).is_file():
@@ -81,7 +94,7 @@ def save(ring: Ring, draws: Draws, directory: str | Path, checksum: bool = False
     _remove(new)
     try:
         with ring:
-            _write(ring, draws, new, checksum)
+            _write(ring, draws, streams, new, checksum)
     except BaseException:
         _remove(new)  # on a full disk it would take the room of whatever comes next
         raise
@@ -96,7 +109,7 @@ def _remove(new: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _write(ring: Ring, draws: Draws, new: Path, checksum: bool) -> None:
+def _write(ring: Ring, draws: Draws, streams: Streams, new: Path, checksum: bool) -> None:
     size = sum(column.tensor[:1].nbytes for column in ring.columns.values())
     numbers = ring.numbers()
     with DatasetWriter(new, checksum=checksum, capacity=ring.capacity) as writer:
@@ -104,7 +117,7 @@ def _write(ring: Ring, draws: Draws, new: Path, checksum: bool) -> None:
             rows = part % ring.capacity
             frames = {key: column.take(rows) for key, column in ring.columns.items()}
             writer.write(TensorDict(nest(frames), [len(part)]))
-        state = {**state_of(None, draws, ring.capacity), **_ledger(ring, draws)}
+        state = {**state_of(None, draws, streams, ring.capacity), **_ledger(ring, draws, streams)}
         (partial_of(new) / STATE).write_bytes(_as_bytes(state))
 
 
@@ -145,6 +158,8 @@ def _read_state(path: Path, frames: int) -> dict[str, Any]:
         good = _are_numbers(numbers, state["words"]) and isinstance(state["sampler"], dict)
         runs = [state[name] for name in ("begins", "before") if name in state]
         good &= all(one.shape == numbers.shape and one.dtype == torch.int64 for one in runs)
+        streams = state.get("streams", {})
+        good &= all(_are_open(one, state["words"][Word.CLAIMED]) for one in streams.values())
     except Exception as error:  # torch and zipfile raise a dozen kinds
         raise damaged(path, f"cannot be read ({error})", "the state of a buffer expected") from None
     if not good or len(numbers) != frames:
@@ -162,13 +177,17 @@ def _are_numbers(numbers: torch.Tensor, words: torch.Tensor) -> bool:
     return bool(0 <= numbers[0] <= numbers[-1] < claimed and (numbers.diff() > 0).all())
 
 
-def restore(
-    ring: Ring, values: Mapping[Key, torch.Tensor], state: Mapping[str, Any]
-) -> Runs | None:
-    """Put frames back into their rows, with the numbers that they had.
+def _are_open(known: torch.Tensor, claimed: torch.Tensor) -> bool:
+    """Tell whether these can be open trajectories, each with the number of its last frame."""
+    if known.dtype != torch.int64 or known.ndim != 2 or known.shape[1] != 2:
+        return False
+    return bool(((known[:, 1] >= 0) & (known[:, 1] < claimed)).all())
 
-    Returns what their trajectories go on from, if slices of them are wanted.
-    """
+
+def restore(
+    ring: Ring, streams: Streams, values: Mapping[Key, torch.Tensor], state: Mapping[str, Any]
+) -> None:
+    """Put frames back into their rows, with the numbers that they had; nobody may write."""
     numbers = state["numbers"].numpy()
     rows = numbers % ring.capacity
     with ring:
@@ -179,15 +198,14 @@ def restore(
         ring.words[: Word.RUNS] = state["words"].numpy().data
         ring.words[Word.STARVED] = 0
         ring.words[Word.LOADED] += 1
-        runs = Runs(ring) if ring.words[Word.RUNS] else None
-        if runs is not None:
-            runs.follow(ring, numbers)
+        if ring.words[Word.RUNS]:
+            Runs(ring).follow(ring, numbers)
+            streams.load(ring, state.get("streams", {}))
             if "begins" in state:
                 ring.begins[rows], ring.before[rows] = (
                     state[name].numpy() for name in ("begins", "before")
                 )
         ring.stamps[rows] = numbers + 1
-    return runs
 
 
 def _paths(directory: str | Path) -> tuple[Path, Path, Path]:

@@ -15,18 +15,17 @@ the block's file, until they are whole: a writer that is a lap ahead waits for o
 not for one that is dead. Both locks end with their process. What a killed writer had begun stays
 negative until the ring comes round, or until somebody needs to know (`is_being_written`): a stamp
 alone does not tell whether a writer lives. If it died while it changed the ledger, the next one
-counts again. On the heap the same locks are between threads. A process that has a collector which
-fills the buffer shares a third lock, on the byte after the rows.
+counts again. On the heap the same locks are between threads. What a process says for as long as it
+lives (`Says`) are shared locks on the bytes after the rows.
 """
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import math
 import os
 import shutil
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +56,7 @@ from swath.data.ledger import (
     check_ledger,
     ledger_size,
 )
+from swath.data.locks import Locks, locks_of
 from swath.data.room import reserve
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
@@ -91,18 +91,11 @@ class Handle:
     pace: Mapping[str, float | None]
 
 
-class _Locks:
-    """What threads of one process share: the kernel's locks are those of the whole process.
+class Says(enum.IntEnum):
+    """What all are to know for as long as a process says it, and lives."""
 
-    For that reason they also end when the process closes any descriptor of the file.
-    """
-
-    def __init__(self) -> None:
-        self.writing, self.ledger = threading.Lock(), threading.Lock()
-        self.feeding = 0
-
-
-_known: weakref.WeakValueDictionary[tuple[int, int], _Locks] = weakref.WeakValueDictionary()
+    FEEDS = 0  # it has a collector that fills the buffer
+    FREES = 1  # it does not want writers to be held back
 
 
 class Ring:
@@ -142,12 +135,9 @@ class Ring:
         self.stamps, self.begins, self.before = rows  # the last two are those of runs.py
         self._copies: dict[Key, np.ndarray] = {}
         self._error = block[len(whole) * 8 :]
-        self._descriptor = None if memory is None else memory.descriptor
-        locks = _Locks()
-        if self._descriptor is not None:
-            status = os.fstat(self._descriptor)
-            locks = _known.setdefault((status.st_dev, status.st_ino), locks)
-        self._locks, self.writing, self._feeds = locks, locks.writing, False
+        descriptor = None if memory is None else memory.descriptor
+        self._locks = Locks() if descriptor is None else locks_of(descriptor)
+        self.writing, self._feeds = self._locks.writing, False
         self.shield = Shield()
 
     def put(
@@ -198,8 +188,7 @@ class Ring:
         """Take the ledger: nobody claims rows or makes them whole meanwhile, nor comes Ctrl-C."""
         self.shield.__enter__()
         self._locks.ledger.acquire()
-        if self._descriptor is not None:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
+        self._locks.lock(fcntl.LOCK_EX, 0)
         if self.words[Word.BUSY]:  # who had it was killed
             self._complete_change()
         self.words[Word.BUSY] = 1
@@ -212,8 +201,7 @@ class Ring:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.words[Word.BUSY] = kind is not None
-        if self._descriptor is not None:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
+        self._locks.lock(fcntl.LOCK_UN, 0)
         self._locks.ledger.release()
         self.shield.__exit__()
 
@@ -231,6 +219,8 @@ class Ring:
             first = self.words[Word.CLAIMED]
             kept = min(frames, self.capacity)
             spans = self.spans(first + frames - kept, kept)
+            if self.words[Word.FREE] and not self._is_said(Says.FREES):
+                self.words[Word.FREE] = 0  # who said so was killed
             if not allowed() or not self._own(spans):
                 return None
             whole = kept if self.words[Word.HELD] == self.capacity else self._count_whole(spans)
@@ -276,21 +266,15 @@ class Ring:
         return sum(int(np.count_nonzero(self.stamps[i:j] > 0)) for i, j, _ in spans)
 
     def _own(self, spans: list[Span]) -> bool:
-        if self._descriptor is None:
-            return True
-        try:
-            for start, stop, _ in spans:
-                how = fcntl.LOCK_EX | fcntl.LOCK_NB
-                fcntl.lockf(self._descriptor, how, stop - start, 1 + start)
-        except (BlockingIOError, PermissionError):
-            self._disown(spans)
-            return False
+        for start, stop, _ in spans:
+            if not self._locks.lock(fcntl.LOCK_EX | fcntl.LOCK_NB, 1 + start, stop - start):
+                self._disown(spans)
+                return False
         return True
 
     def _disown(self, spans: list[Span]) -> None:
-        if self._descriptor is not None:
-            for start, stop, _ in spans:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, stop - start, 1 + start)
+        for start, stop, _ in spans:
+            self._locks.lock(fcntl.LOCK_UN, 1 + start, stop - start)
 
     def is_being_written(self) -> bool:
         """Tell whether somebody who lives is writing; what the dead had begun is cleared away."""
@@ -298,7 +282,7 @@ class Ring:
             return False
         # The kernel knows no threads: a lock that one of ours has would seem to be free, and its
         # end would be the end of theirs. Whoever of ours writes, or is about to, has this one.
-        if self._descriptor is None or not self.writing.acquire(blocking=False):
+        if self.memory is None or not self.writing.acquire(blocking=False):
             return True
         try:
             with self:
@@ -315,24 +299,36 @@ class Ring:
     def feed(self, on: bool) -> None:
         """Let all know that this ring's user fills the buffer, until its process ends, or not."""
         with self:
-            self._locks.feeding += on - self._feeds
+            self._say(Says.FEEDS, on - self._feeds)
             self._feeds = on
-            if self._descriptor is not None:
-                how = fcntl.LOCK_SH if self._locks.feeding else fcntl.LOCK_UN
-                fcntl.lockf(self._descriptor, how, 1, 1 + self.capacity)
 
     def is_fed(self) -> bool:
         """Tell whether somebody who lives has said so, in whatever process."""
         with self:
-            if self._locks.feeding or self._descriptor is None:
-                return self._locks.feeding > 0
-            try:
-                how = fcntl.LOCK_EX | fcntl.LOCK_NB
-                fcntl.lockf(self._descriptor, how, 1, 1 + self.capacity)
-            except (BlockingIOError, PermissionError):
-                return True
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 1 + self.capacity)
-            return False
+            return self._is_said(Says.FEEDS)
+
+    def free(self, on: bool) -> None:
+        """Hold no writer back until the same is called with False, or this process ends."""
+        with self:
+            self._say(Says.FREES, 1 if on else -1)
+            self.words[Word.FREE] = self._is_said(Says.FREES)
+
+    def _say(self, what: Says, more: int) -> None:
+        """Note that so many more in this process say something; the ledger must be held."""
+        said = self._locks.said
+        said[what] = max(0, said.get(what, 0) + more)  # in a fork, its parent has said it
+        how = fcntl.LOCK_SH if said[what] else fcntl.LOCK_UN
+        self._locks.lock(how, 1 + self.capacity + what)
+
+    def _is_said(self, what: Says) -> bool:
+        """Tell whether somebody who lives says it, in whatever process; see `_say`."""
+        if self._locks.said.get(what) or self.memory is None:
+            return bool(self._locks.said.get(what))
+        byte = 1 + self.capacity + what
+        free = self._locks.lock(fcntl.LOCK_EX | fcntl.LOCK_NB, byte)
+        if free:
+            self._locks.lock(fcntl.LOCK_UN, byte)
+        return not free
 
     # -- what readers ask -----------------------------------------------------------------------
 
@@ -379,8 +375,9 @@ class Ring:
 
     def let_go(self) -> None:
         """Let another buffer open the directory."""
-        if self.directory is not None and self._descriptor is not None:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        descriptor = None if self.memory is None else self.memory.descriptor
+        if self.directory is not None and descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def told(self) -> bytes:
         """Return the error that was told."""

@@ -1,7 +1,7 @@
 """What connects a worker with the process that uses it; knows nothing of environments."""
 
 from swath.links.bell import Bell
-from swath.links.channel import Channel
+from swath.links.channel import Channel, StalledError
 from swath.links.launch import Launched, launch
 from swath.links.limits import in_words
 from swath.links.link import Link, end_all
@@ -15,6 +15,7 @@ __all__ = [
     "Link",
     "ProcessLink",
     "ProcessPort",
+    "StalledError",
     "end_all",
     "in_words",
     "launch",

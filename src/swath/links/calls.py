@@ -105,6 +105,9 @@ class Calls:
             self.end(words(error))
             raise EOFError(self._reason) from error
 
+    def limit(self, seconds: float | None) -> None:
+        """Nothing: a call of Ray waits for nobody."""
+
     def send(self, message: Any, sizes: Sequence[int] = ()) -> None:
         """Send a message, with memory for the worker to make; EOFError if it is gone."""
         with self._sends:

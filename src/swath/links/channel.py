@@ -4,7 +4,9 @@
  | length, 8 bytes, with up to 8 descriptors beside it | pickled message |
 ```
 
-The end of the other side is an `EOFError`, here and there, at once.
+The end of the other side is an `EOFError`, here and there, at once. One that was stopped has not
+ended: `limit` says how long it may take or give nothing in the middle of a message. Nothing can
+follow a message of which a part has come, so that the connection ends with that.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "StalledError"]
 
 _LENGTH = struct.Struct("=Q")
 _MOST_DESCRIPTORS = 8
@@ -29,8 +31,13 @@ _LARGEST = 1 << 40
 """Bytes of a message; a length beyond is none, and the other side speaks of something else."""
 _AT_ONCE = 1 << 26
 """Bytes of a message that memory is made for before they come."""
+_STALLED = {errno.EAGAIN, errno.EWOULDBLOCK}
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EBADF}  # the last: closed here
 _GONE |= {errno.ENETUNREACH, errno.EHOSTUNREACH}  # cut off for so long that it was given up
+
+
+class StalledError(EOFError):
+    """The other side took or gave nothing for too long, in the middle of a message."""
 
 
 class Channel:
@@ -38,6 +45,25 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._stalled = False
+
+    def limit(self, seconds: float | None) -> None:
+        """Give up once the other side has taken or given nothing of a message for so long."""
+        # Not by `settimeout`, which would make `send_last` wait, and each call look before it acts.
+        whole, part = divmod(seconds or 0.0, 1.0)  # 0 is no limit
+        value = struct.pack("ll", int(whole), int(part * 1e6))
+        with contextlib.suppress(OSError):  # it has ended
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+    def _ended(self, error: OSError | None = None) -> EOFError:
+        """Return what to raise where a call has found the end, or has failed for want of it."""
+        if error is not None and error.errno in _STALLED:
+            self._stalled = True
+            self.end()
+        elif error is not None and error.errno not in _GONE:
+            raise error
+        return (StalledError if self._stalled else EOFError)("the other side is gone")
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -62,9 +88,7 @@ class Channel:
                     self._socket.sendall(memoryview(part)[sent:])
                 sent = max(0, sent - len(part))
         except OSError as error:
-            if error.errno in _GONE:
-                raise EOFError("the other side is gone") from error
-            raise
+            raise self._ended(error) from error
 
     def send_last(self, message: Any) -> None:
         """Send a small message that nothing follows, if the other side reads what came before."""
@@ -83,11 +107,9 @@ class Channel:
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MOST_DESCRIPTORS)
         except OSError as error:  # reset: it was killed before it had read all that we sent
-            if error.errno not in _GONE:
-                raise
-            raise EOFError("the other side is gone") from error
+            raise self._ended(error) from error
         if not head:
-            raise EOFError("the other side is gone")
+            raise self._ended()
         head += self._exactly(_LENGTH.size - len(head))
         return pickle.loads(self._exactly(_LENGTH.unpack(head)[0])), descriptors
 
@@ -102,11 +124,9 @@ class Channel:
             try:
                 got = self._socket.recv_into(memoryview(body)[filled:])
             except OSError as error:
-                if error.errno not in _GONE:
-                    raise
-                got = 0
+                raise self._ended(error) from error
             if not got:
-                raise EOFError("the other side is gone")
+                raise self._ended()
             filled += got
         return body
 

@@ -38,6 +38,10 @@ class Link(Protocol):
         """Return the descriptor to wait on for messages."""
         ...
 
+    def limit(self, seconds: float | None) -> None:
+        """Give the worker up that takes or gives nothing for so long in a message, if it can."""
+        ...
+
     def send(self, message: Any, memories: Any = ()) -> None:
         """Send a message, and memory beside it; EOFError if the worker is gone."""
         ...

@@ -53,6 +53,10 @@ class Wire:
         """Return the descriptor to wait on for messages."""
         return self._channel.fileno()
 
+    def limit(self, seconds: float | None) -> None:
+        """Give the worker up that takes or gives nothing for so long in a message."""
+        self._channel.limit(seconds)
+
     def send(
         self,
         message: Any,

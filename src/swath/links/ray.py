@@ -166,6 +166,10 @@ class RayLink:
         else:
             getattr(talk, method)(*what)
 
+    def limit(self, seconds: float | None) -> None:
+        """Give a worker that is near up that takes or gives nothing for so long in a message."""
+        self._say("limit", seconds)
+
     def send(self, message: Any, memory: Sequence[Any] = ()) -> None:
         """Send a message, with memory of this process, or sizes of what the worker is to make.
 

@@ -148,6 +148,10 @@ class RemoteLink:
         """Return the descriptor to wait on for messages."""
         return self._channel.fileno()
 
+    def limit(self, seconds: float | None) -> None:
+        """Give the worker up that takes or gives nothing for so long in a message."""
+        self._channel.limit(seconds)
+
     def send(
         self, message: Any, sizes: Sequence[int] = (), expected: Expected | None = None
     ) -> None:

@@ -3,6 +3,7 @@
 from swath.memory.fence import fence
 from swath.memory.layout import Field, Layout, MemoryOrder, Place, numpy_dtype, torch_dtype
 from swath.memory.slab import (
+    DESCRIPTORS,
     DeviceMemory,
     HeapMemory,
     Memory,
@@ -14,6 +15,7 @@ from swath.memory.slab import (
 )
 
 __all__ = [
+    "DESCRIPTORS",
     "DeviceMemory",
     "Field",
     "HeapMemory",

@@ -30,6 +30,7 @@ from swath.memory.layout import ALIGNMENT, Layout
 from swath.tree import Key, nest
 
 __all__ = [
+    "DESCRIPTORS",
     "DeviceMemory",
     "HeapMemory",
     "Memory",
@@ -40,7 +41,8 @@ __all__ = [
     "memory_on",
 ]
 
-_DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+"""Where an open file has a name, by its descriptor."""
 _ROWS_KEPT = 4096
 """Row views are made once per slab up to this many rows; more would cost too much memory."""
 
@@ -145,7 +147,7 @@ class SharedMemory(_ArrayMemory):
         self.nbytes = nbytes
         self.descriptor: int | None = _anonymous(nbytes) if descriptor is None else descriptor
         # Not by `mmap`, which keeps a descriptor of its own for as long as the memory lives.
-        path = f"{_DESCRIPTORS}/{self.descriptor}"
+        path = f"{DESCRIPTORS}/{self.descriptor}"
         block = torch.from_file(path, shared=True, size=max(nbytes, 1), dtype=torch.uint8)
         self.array = block.numpy()[:nbytes]
 

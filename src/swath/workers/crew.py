@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Any
 
 from swath.errors import ClosedError
-from swath.links import Link, in_words, pack
+from swath.links import Link, StalledError, in_words, pack
 from swath.owner import Owner
 from swath.shield import Shield
 from swath.workers.messages import (
@@ -107,6 +107,7 @@ class Crew:
             for number in numbers:
                 self._owing[number] = deque([monotonic()])
                 self._unwanted[number] = 0
+                self._links[number].limit(self._limit(number))
 
     def dismiss(self, number: int) -> None:
         """End a worker, whatever it is doing, and forget what it has said."""
@@ -227,7 +228,9 @@ class Crew:
         if spoke:
             try:
                 report = link.receive()
-                self._silent.discard(number)
+                if number in self._silent:
+                    self._silent.discard(number)
+                    link.limit(self._limit(number))
                 if self._unwanted[number] and _is_answer(report):  # who asked was interrupted
                     self._unwanted[number] -= 1
                 else:
@@ -236,6 +239,9 @@ class Crew:
                     self._owing[number].popleft()
                 if self._owing[number]:  # it begins with the next one now
                     self._owing[number][0] = monotonic()
+                return
+            except StalledError:  # stopped, in a message to us or in one to it: it is late
+                self._end_late(number)
                 return
             except EOFError:
                 pass
@@ -273,9 +279,11 @@ class Crew:
     def _kill_late(self) -> None:
         for number, until in self._deadlines().items():
             if monotonic() >= until and not self._links[number].waits():
-                limit = self._limit(number)
-                self._links[number].kill()
-                self._bury(number, limit)
+                self._end_late(number)
+
+    def _end_late(self, number: int) -> None:
+        self._links[number].kill()
+        self._bury(number, self._limit(number))
 
     # -- the end --------------------------------------------------------------------------------
 

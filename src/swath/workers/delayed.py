@@ -6,23 +6,28 @@
    submits a job   <----------  N.request (invitation, numbers) <---   its collector wants a node
    cancels the job <----------  the file is gone                <---   it does not any more
    says that it failed ------>  N.error                         ---->  it raises
+   says that it lives  ------>  alive, another number each time ---->  it raises if that stays
 ```
 
 So only your process submits, and nobody has to know beforehand where the trainer will run. The
-folder is private, since an invitation holds the secret of the run.
+folder is private, since an invitation holds the secret of the run. Your process may be killed, on
+another host than the trainer's: then nobody looks after jobs, and who waits for one has to know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import pickle
 import sys
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 from swath.errors import UsageError
@@ -34,6 +39,9 @@ __all__ = ["Request", "delayed_options", "submitit_delayed_launcher"]
 
 _VARIABLE = "SWATH_DELAYED"
 _EVERY = 0.5
+_ALIVE = "alive"
+_SILENT = 120.0
+"""Seconds without a sign of life; a shared file system may be a minute late."""
 
 
 def submitit_delayed_launcher(
@@ -95,19 +103,46 @@ def _serve(trainer: SubmititJob, folder: Path, executor: Executor, most: int) ->
     """Submit what the trainer requests until its job has ended; return what it returned."""
     jobs: dict[Path, SubmititJob] = {}
     try:
-        while trainer.ended() is None:
-            requests = sorted(folder.glob("*.request"))
-            for gone in jobs.keys() - set(requests):
-                jobs.pop(gone).cancel()
-            for request in requests:
-                error = _tend(request, jobs, executor, most)
-                if error is not None:
-                    _write(request.with_suffix(".error"), error.encode())
-            sleep(_EVERY)
-        return trainer.result()
+        with telling_of_life(folder):
+            while trainer.ended() is None:
+                _tend_all(folder, jobs, executor, most)
+                sleep(_EVERY)
+            return trainer.result()
     finally:
         for job in (trainer, *jobs.values()):
             job.cancel()
+
+
+@contextlib.contextmanager
+def telling_of_life(folder: Path) -> Iterator[None]:
+    """Say in a folder that this process lives, in a thread: Slurm may let the others wait long."""
+    end = threading.Event()
+
+    def tell() -> None:
+        for number in count():
+            with contextlib.suppress(OSError):  # a full disk: said again soon
+                _write(folder / _ALIVE, str(number).encode())
+            if end.wait(_EVERY):
+                return
+
+    thread = threading.Thread(target=tell, name="swath alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _tend_all(folder: Path, jobs: dict[Path, SubmititJob], executor: Executor, most: int) -> None:
+    """Look after all that is requested, and end what is not any more."""
+    requests = sorted(folder.glob("*.request"))
+    for gone in jobs.keys() - set(requests):
+        jobs.pop(gone).cancel()
+    for request in requests:
+        error = _tend(request, jobs, executor, most)
+        if error is not None:
+            _write(request.with_suffix(".error"), error.encode())
 
 
 def _tend(
@@ -130,12 +165,28 @@ class Request:
 
     def __init__(self, invitation: Invitation, numbers: Sequence[int]) -> None:
         self._path = Path(_told()["folder"], f"{uuid.uuid4()}.request")
+        self._heard, self._since = "", monotonic()
         _write(self._path, pickle.dumps((invitation, numbers)))
 
     def ended(self) -> str | None:
-        """Say what became of the job, if it has ended or was not accepted."""
-        error = self._path.with_suffix(".error")
-        return error.read_text() if error.exists() else None
+        """Say what became of the job, if it has ended, was not accepted, or nobody looks after it.
+
+        Clocks of hosts differ: what counts is whether the sign of life is another one.
+        """
+        error, alive = self._path.with_suffix(".error"), self._path.with_name(_ALIVE)
+        if error.exists():
+            return error.read_text()
+        heard = self._heard
+        with contextlib.suppress(OSError):  # not there yet, or changed while it is looked for
+            heard = alive.read_text()
+        if heard != self._heard:
+            self._heard, self._since = heard, monotonic()
+        elif monotonic() - self._since > _SILENT:
+            return (
+                f"the process that submits the jobs has said nothing in {alive.parent} for "
+                f"{_SILENT:g} s: it was killed or stopped, or cannot write there any more."
+            )
+        return None
 
     def cancel(self) -> None:
         """Want it no more."""

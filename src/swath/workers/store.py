@@ -21,6 +21,7 @@ from typing import Any, Literal
 from tensordict import TensorDictBase
 
 from swath.data import ReplayBuffer
+from swath.data.runs import Stream
 from swath.data.storage import Handle
 from swath.delivery.split import split_trajectories
 from swath.delivery.trajectories import TrajectoryAssembler
@@ -64,6 +65,7 @@ class RolloutStore:
         self._finish, self._watch = finish, watch
         self.assembler = finish.assembler()
         self._buffer: Any = None
+        self._stream = Stream()
         self._waiting: list[TensorDictBase] = []
 
     def attach(self, handle: Handle | bytes, *memory: SharedMemory) -> None:
@@ -75,7 +77,7 @@ class RolloutStore:
         self._buffer.watch = self._watch
         waiting, self._waiting = self._waiting, []
         for batch in waiting:
-            self._buffer.extend(batch)
+            self._stream.write(self._buffer, batch)
 
     def put(self, rollout: TensorDictBase) -> bytes | None:
         """Write a rollout; return a first frame, packed, as long as there is no memory for it."""
@@ -88,7 +90,7 @@ class RolloutStore:
             if self._buffer is None:
                 self._waiting.append(finished.clone())
             else:
-                self._buffer.extend(finished)
+                self._stream.write(self._buffer, finished)
         first = next((batch for batch in self._waiting if batch.numel()), None)
         return None if first is None else pack(first.reshape(-1)[:1].clone(), "a frame")
 
