@@ -39,7 +39,7 @@ class Owner:
     def __init__(self, what: str) -> None:
         self._what, self._process = what, _process
         self._lock = threading.RLock()  # what is called inside of a call is the same thread's
-        self._inside = ""
+        self._inside, self._calls = "", 0
 
     @property
     def is_here(self) -> bool:
@@ -55,11 +55,17 @@ class Owner:
                 "get each other's frames. Make one here, or use it there."
             )
 
-    def turn(self, call: str) -> _Turn:
-        """Keep other threads out of a block; UsageError if one is in such a block already."""
-        return _Turn(self, call)
+    def turn(self, call: str, outermost: bool = False) -> _Turn:
+        """Keep other threads out of a block; UsageError if one is in such a block already.
 
-    def enter(self, call: str) -> None:
+        Args:
+            call: What the block is of, for messages.
+            outermost: Refuse this thread, too, if it is in such a block already. Hooks, policies
+                and signal handlers run inside of a call: what that is to give out is not theirs.
+        """
+        return _Turn(self, call, outermost)
+
+    def enter(self, call: str, outermost: bool = False) -> None:
         """Let this thread in, or refuse it; see `turn`."""
         if not self._lock.acquire(blocking=False):
             raise UsageError(
@@ -68,20 +74,29 @@ class Owner:
                 "it is for one thread at a time. Make one for each thread, or hold a lock of your "
                 "own around the calls."
             )
+        if outermost and self._calls:
+            self._lock.release()
+            raise UsageError(
+                f"{call} of this {self._what} was called inside of another call of it, by a hook, "
+                "the policy, an env or a signal handler: the frames that it would give are those "
+                "of that call. Call it after that one has returned."
+            )
         self._inside = threading.current_thread().name
+        self._calls += 1
 
     def leave(self) -> None:
         """Let this thread out."""
+        self._calls -= 1
         self._lock.release()
 
 
 class _Turn:
     # Used inside of a shield: what lies between two of its instructions is never interrupted.
-    def __init__(self, owner: Owner, call: str) -> None:
-        self._owner, self._call = owner, call
+    def __init__(self, owner: Owner, call: str, outermost: bool) -> None:
+        self._owner, self._call, self._outermost = owner, call, outermost
 
     def __enter__(self) -> None:
-        self._owner.enter(self._call)
+        self._owner.enter(self._call, self._outermost)
 
     def __exit__(self, *exc_info: object) -> None:
         self._owner.leave()

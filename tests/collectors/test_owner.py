@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import threading
+import time
 import traceback
 from types import SimpleNamespace
 
@@ -12,7 +15,7 @@ import pytest
 from swath.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from swath.data import ReplayBuffer
 from swath.envs import ParallelEnv, SerialEnv
-from swath.errors import UsageError
+from swath.errors import ClosedError, UsageError
 from swath.testing import CountingEnv, check_transitions
 
 SHARED = {
@@ -76,6 +79,56 @@ def test_a_second_thread_is_refused_and_says_who_is_inside(kind):
         first.join(30)
         batches += [collector.next(), collector.next()]
         assert check_transitions(batches) == 60
+
+
+@pytest.mark.parametrize("call", ["next", "rollout", "partial"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_is_not_given_the_frames_of_the_batch_that_it_is_called_for(kind, call):
+    refused = []
+
+    def hook(batch):
+        with pytest.raises(UsageError, match=f"{call}.*inside of another call"):
+            getattr(collector, call)()
+        refused.append(collector.stats()["frames"])
+        collector.update_policy_weights_()
+        collector.state_dict()
+
+    options = {"frames_per_batch": 20, "total_frames": 60, "seed": 0, "post_collect_hook": hook}
+    with KINDS[kind](**options) as collector:
+        assert check_transitions(list(collector)) == 60
+    assert len(refused) == 3
+
+
+class Signalling(CountingEnv):
+    """At its third step the process that collects is told to end, and waits for that step."""
+
+    def __init__(self, process):
+        super().__init__()
+        self.process, self.steps = process, 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3:
+            os.kill(self.process, signal.SIGUSR1)
+            time.sleep(60)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", ["parallel", "sync", "async"])
+def test_who_waits_hears_that_a_signal_handler_has_shut_the_collector_down(kind):
+    make = functools.partial(Signalling, os.getpid())
+    collector = {
+        "parallel": lambda: Collector(ParallelEnv(2, make), frames_per_batch=20),
+        "sync": lambda: MultiSyncCollector([make] * 2, frames_per_batch=20),
+        "async": lambda: MultiAsyncCollector([make] * 2, frames_per_batch=20),
+    }[kind]()
+    before = signal.signal(signal.SIGUSR1, lambda *_: collector.shutdown(0.1))
+    try:
+        with pytest.raises(ClosedError, match="was shut down"):
+            collector.next()
+    finally:
+        collector.shutdown(0.1)
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])

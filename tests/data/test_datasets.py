@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,26 @@ def test_what_is_there_already_is_refused(tmp_path: Path) -> None:
     assert stored(tmp_path / "empty", [small()]).batch_size == (3,)
     with pytest.raises(UsageError, match="empty exists and is not empty"):
         DatasetWriter(tmp_path / "empty")
+
+
+def test_a_first_batch_that_cannot_be_stored_is_in_nobodys_way(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "data") as writer:
+        with pytest.raises(UsageError, match="Rename the key"):
+            writer.write(small(x=torch.ones(3), shape=torch.ones(3)))
+        writer.write(small(x=torch.ones(3)))
+    assert load_dataset(tmp_path / "data")["x"].tolist() == [1.0] * 3
+
+
+def test_a_dataset_is_written_where_a_link_leads_to(tmp_path: Path) -> None:
+    link, real = tmp_path / "link", tmp_path / "disk" / "real"
+    link.symlink_to(real)
+    for _ in range(2):
+        with DatasetWriter(link) as writer:
+            writer.write(small(x=torch.ones(3)))
+        assert link.is_symlink()
+        assert load_dataset(link).shape == load_dataset(real).shape == (3,)
+        shutil.rmtree(real)
+        real.mkdir()
 
 
 def test_a_full_disk_costs_only_the_batch_that_did_not_fit(tmp_path: Path) -> None:

@@ -133,6 +133,13 @@ def test_a_dataset_inside_of_another_is_none_of_its_columns(tmp_path: Path) -> N
     assert loaded(tmp_path / "data", "dataset") == frames
 
 
+def test_what_a_mac_has_put_beside_the_columns_is_no_column(tmp_path: Path) -> None:
+    written(tmp_path / "data", "dataset")
+    for path in list((tmp_path / "data").rglob("*.*")):
+        path.with_name(f"._{path.name}").write_bytes(b"its finder's")
+    load_dataset(tmp_path / "data")
+
+
 @pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04" + bytes(50)])
 def test_a_state_that_cannot_be_read_is_refused(content: bytes, tmp_path: Path) -> None:
     written(tmp_path / "data", "saved")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from collections import deque
@@ -258,6 +259,58 @@ def test_what_is_no_saved_buffer_is_neither_loaded_nor_replaced(tmp_path: Path) 
         buffer.save(tmp_path / "notes")
     with pytest.raises(UsageError, match="is no saved replay buffer"):
         buffer.load(tmp_path / "nothing")
+
+
+def test_a_buffer_is_saved_again_and_again_where_a_link_leads_to(tmp_path: Path) -> None:
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    buffer, other = ReplayBuffer(10), ReplayBuffer(10)
+    link.symlink_to(real)
+    for number in range(3):
+        buffer.extend(numbered(3 * number, 3))
+        buffer.save(link)
+        other.load(link)
+        assert len(other) == 3 * number + 3
+    assert link.is_symlink()
+    assert sorted(tmp_path.rglob("*.pt")) == [real / "replay.pt"]
+
+
+def test_nothing_is_taken_or_removed_that_only_has_a_name_of_the_save_before(
+    tmp_path: Path,
+) -> None:
+    buffer = ReplayBuffer(10)
+    buffer.extend(numbered(0, 3))
+    for end in (".old", ".new"):
+        mine = tmp_path / f"saved{end}" / "precious"
+        mine.parent.mkdir()
+        mine.write_text("mine")
+        with pytest.raises(UsageError, match="is no saved replay buffer"):
+            buffer.save(tmp_path / "saved")
+        with pytest.raises(UsageError, match="is no saved replay buffer"):
+            buffer.load(tmp_path / "saved")
+        assert mine.read_text() == "mine"
+        shutil.rmtree(mine.parent)
+    buffer.save(tmp_path / "saved")
+    shutil.copytree(tmp_path / "saved", tmp_path / "saved.old")
+    buffer.load(tmp_path / "saved")
+    assert (tmp_path / "saved.old").is_dir()
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (40, 40)])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bfloat16])
+def test_what_was_saved_is_loaded_whatever_its_dtype(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    buffer, by_file, by_state = (ReplayBuffer(4) for _ in range(3))
+    values = torch.arange(6).view(6, *[1] * len(shape)).expand(6, *shape).to(dtype)
+    buffer.extend(TensorDict({"depth": values, "count": torch.arange(6)}, [6]))
+    buffer.save(tmp_path / "saved")
+    by_file.load(tmp_path / "saved")
+    by_state.load_state_dict(buffer.state_dict())
+    for one in (by_file, by_state):
+        drawn = one.sample(32)
+        assert drawn["depth"].dtype is dtype
+        counts = drawn["count"].view(32, *[1] * len(shape)).expand(32, *shape)
+        assert torch.equal(drawn["depth"].to(torch.int64), counts)
 
 
 def test_a_crash_while_saving_leaves_a_whole_buffer(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class BaseCollector(abc.ABC):
         `partial()` gives the rest of them.
         """
         self._check_open()
-        with self._shield, self.pause(), self._owner.turn("rollout()"):
+        with self._shield, self.pause(), self._owner.turn("rollout()", outermost=True):
             if self._raw is None or self._assembler is not None:
                 rollout: Any = self._rollout()
             else:  # a call before this one was interrupted
@@ -117,7 +117,7 @@ class BaseCollector(abc.ABC):
             )
         while True:
             if self._made is None:
-                with self._shield, self._owner.turn("next()"):
+                with self._shield, self._owner.turn("next()", outermost=True):
                     if self._made is None and not self._make():
                         return None
             answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
@@ -176,7 +176,15 @@ class BaseCollector(abc.ABC):
         if self.options.pre_collect_hook is not None:
             with self._shield.lifted():
                 self.options.pre_collect_hook()
-        answer = self._collect(left)
+        try:
+            answer = self._collect(left)
+        except Exception as error:
+            if self._closed and not isinstance(error, ClosedError):
+                # By another thread, or a signal handler of this one: what failed was closed for it.
+                raise ClosedError(
+                    "this collector was shut down while it was waited for."
+                ) from error
+            raise
         if answer is None:
             return None
         self._frames += answer[1]
@@ -333,7 +341,7 @@ class BaseCollector(abc.ABC):
         the trajectories that were waiting come first.
         """
         self._check_process()
-        with self._shield, self.pause(), self._owner.turn("partial()"):
+        with self._shield, self.pause(), self._owner.turn("partial()", outermost=True):
             left = self._left_over()
             if left is not None:
                 self._stream.cut()

@@ -40,6 +40,10 @@ class Column:
         for start, stop, at in spans:
             self.tensor[start:stop] = rows[skip + at : skip + at + stop - start]
 
+    def put_back(self, rows: np.ndarray, value: torch.Tensor) -> None:
+        """Copy frames `[frames, *shape]` into rows that stand anywhere."""
+        self.tensor[torch.from_numpy(rows).to(self.tensor.device)] = value.to(self.tensor.device)
+
     def take(self, rows: np.ndarray) -> torch.Tensor:
         """Return a copy of these rows, `[*rows.shape, *shape]`."""
         return self.tensor[torch.from_numpy(rows).to(self.tensor.device)]
@@ -78,6 +82,11 @@ class HostColumn(Column):
         rows = (items.reshape(-1) if mask is None else items[mask])[skip:]
         for start, stop, at in spans:
             self.items[start:stop] = rows[at : at + stop - start]
+
+    def put_back(self, rows: np.ndarray, value: torch.Tensor) -> None:
+        # Torch has no such assignment for all of its types: not for unsigned ones of 16 bits.
+        if len(rows):
+            self.items[rows] = self._as_items(value)
 
     def frames(self, value: torch.Tensor) -> np.ndarray:
         """Return `[*lead, *shape]` as an array `[*lead]` of `item`, or as it is if single.

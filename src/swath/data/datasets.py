@@ -43,6 +43,7 @@ from swath.tree import Key, nest
 
 __all__ = [
     "DatasetWriter",
+    "absolute",
     "claimed",
     "described",
     "load_dataset",
@@ -153,9 +154,18 @@ class DatasetWriter:
             self.close()
 
 
+def absolute(directory: str | Path) -> Path:
+    """Return the full path of a directory; of a link, that of what it leads to.
+
+    What is renamed to the name of a link would take its place, on the disk where the link is.
+    """
+    path = Path(directory).expanduser().absolute()
+    return path.resolve() if path.is_symlink() else path
+
+
 def claimed(directory: str | Path) -> Path:
     """Make `DIR.partial` and return the full path of DIR, or refuse if something is there."""
-    path = Path(directory).expanduser().absolute()
+    path = absolute(directory)
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file; name a directory that does not exist yet.")
     if path.is_dir() and any(path.iterdir()):

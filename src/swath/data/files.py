@@ -124,14 +124,15 @@ class Description(NamedTuple):
 
 def make_files(directory: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, ColumnFile]:
     """Make an empty file for each key, where tensordict looks for it."""
-    columns = {}
-    for key, row in rows.items():
+    for key in rows:  # all of them before there is any file
         taken = [name for name in key if name in _RESERVED]
         if taken:
             raise UsageError(
                 f"{key_name(key)} cannot be stored: in the files, {taken[0]!r} is what describes "
                 "a folder. Rename the key."
             )
+    columns = {}
+    for key, row in rows.items():
         folder = directory.joinpath(*map(_file_name, key[:-1]))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / (_file_name(key[-1]) + _END)
@@ -304,6 +305,8 @@ def _refuse_unknown(
             or not (one.endswith(".partial") or (folder / one / ABOUT).exists())
         ]
         for path in (folder / file for file in files if file.endswith(_END)):
-            if path not in known:
+            # What macOS puts beside a file, where the disk has no room for it elsewhere.
+            beside = path.name.startswith("._") and path.with_name(path.name[2:]) in known
+            if path not in known and not beside:
                 meta = path.parent / META
                 raise damaged(meta, f"does not name {path.name}", "each column must be named")

@@ -4,7 +4,9 @@
  DIR.new   written, with replay.pt beside the frames -->  DIR becomes DIR.old, DIR.new becomes DIR
 ```
 
-Wherever a crash comes, DIR or, between the two steps, DIR.old is whole; both are looked for.
+Wherever a crash comes, DIR or, between the two steps, DIR.old is whole; both are looked for. What
+has one of these names and is no saved buffer is somebody else's, and is left alone; to load
+removes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from tensordict import TensorDict
 
 from swath.data.checksums import STATE
-from swath.data.datasets import DatasetWriter, described, opened, partial_of
+from swath.data.datasets import DatasetWriter, absolute, described, opened, partial_of
 from swath.data.drawing import Draws
 from swath.data.files import check_size, damaged
 from swath.data.runs import Runs, Streams
@@ -89,8 +91,10 @@ def save(
 ) -> None:
     """Write frames and whatever else there is to know, in place of what was saved there before."""
     path, new, old = _paths(directory)
-    if path.exists() and not (path / STATE).is_file():
-        raise UsageError(f"{path} exists and is no saved replay buffer; name another directory.")
+    for one in (path, new, old):
+        if one.exists() and not (one / STATE).is_file():
+            raise UsageError(f"{one} exists and is no saved replay buffer; name another directory.")
+    _remove(old)  # a crash has left them
     _remove(new)
     try:
         with ring:
@@ -101,12 +105,15 @@ def save(
     if path.exists():
         path.rename(old)
     new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
 
 
-def _remove(new: Path) -> None:
-    for leftover in (new, partial_of(new)):
-        shutil.rmtree(leftover, ignore_errors=True)
+def _remove(saved: Path) -> None:
+    """Remove what was saved, under a name that says that it is not whole any more."""
+    shutil.rmtree(partial_of(saved), ignore_errors=True)
+    if saved.exists():
+        saved.rename(partial_of(saved))
+        shutil.rmtree(partial_of(saved), ignore_errors=True)
 
 
 def _write(ring: Ring, draws: Draws, streams: Streams, new: Path, checksum: bool) -> None:
@@ -193,8 +200,7 @@ def restore(
     with ring:
         ring.stamps[:] = 0
         for key, value in values.items():
-            tensor = ring.columns[key].tensor
-            tensor[torch.from_numpy(rows)] = value.to(tensor.device)
+            ring.columns[key].put_back(rows, value)
         ring.words[: Word.RUNS] = state["words"].numpy().data
         ring.words[Word.STARVED] = 0
         ring.words[Word.LOADED] += 1
@@ -210,11 +216,8 @@ def restore(
 
 def _paths(directory: str | Path) -> tuple[Path, Path, Path]:
     """Return DIR, DIR.new and DIR.old, after setting right what a crash has left."""
-    path = Path(directory).expanduser().absolute()
+    path = absolute(directory)
     new, old = (path.with_name(path.name + end) for end in (".new", ".old"))
-    if old.exists():
-        if path.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(path)
+    if not path.exists() and (old / STATE).is_file():
+        old.rename(path)
     return path, new, old

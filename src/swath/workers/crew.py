@@ -201,6 +201,7 @@ class Crew:
             sources = self._watched()
             with self.shield.lifted():
                 ready = [descriptor for descriptor, _ in self._poller.poll(self._patience())]
+            self._check_open()  # a signal handler of this thread may have closed it meanwhile
             for number in dict.fromkeys(sources[one] for one in ready if one in sources):
                 self._hear(number, self._links[number].fileno() in ready)
             self._kill_late()
