@@ -35,6 +35,7 @@ from swath.seeding import env_seed
 __all__ = ["Model", "Promises", "Wrong", "by_env", "checksum", "difference"]
 
 MASK = ("collector", "mask")
+FINAL = ("collector", "final")  # of a compact batch: where padding points nowhere, with -1
 _FLAGS = ("terminated", "truncated", "done")
 
 
@@ -136,9 +137,9 @@ class Model:
     ids: dict[tuple[int, int], int] = field(default_factory=dict)
     life: int = 0
     stamps: set[int] | None = None
-    trails: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    """Where each episode of each env goes on; whole trajectories come by their ends, others in
-    parts, by `rollout()` and `partial()`."""
+    trails: dict[int, dict[int, dict[int, Row]]] = field(default_factory=dict)
+    """The steps of each episode of each env; whole trajectories come by their ends, others in
+    parts: what `rollout()` gives may be later than what `partial()` gives then."""
     keys: dict[str, set[Any]] = field(default_factory=dict)
     resets: bool = False
     exact: bool = True
@@ -198,7 +199,7 @@ class Model:
             if self.promises.whole is None:
                 self._follow(row, source)
             else:
-                self._follow_trail(row)
+                self._follow_trail(row, source)
         self._check_random(rows, source)
         if source == "next":
             self._check_lags(rows)
@@ -254,7 +255,8 @@ class Model:
         if padded and MASK in keys:
             mask = batch[MASK]
             for key, value in batch.items(True, True):
-                demand(not value[~mask].any(), f"padding of {key} is not zero")
+                blank = value[~mask] + 1 if key == FINAL else value[~mask]
+                demand(not blank.any(), f"padding of {key} is not zero")
             demand(bool(mask.any(-1).all()) or not rows, "a trajectory without frames")
 
     def _check_lanes(self, rows: list[Row]) -> None:
@@ -335,18 +337,18 @@ class Model:
         done = row.flags[2] and (p.cuts or not p.marks or self._really_ends(row))
         self.places[row.stamp] = Place(row.episode, row.step, row.there[3], row.id, not done, jumps)
 
-    def _follow_trail(self, row: Row) -> None:
-        """Check that the frames of an episode come in order and once, and that none is left out."""
+    def _follow_trail(self, row: Row, source: str) -> None:
+        """Check that a frame comes once, fits those beside it, and that no episode is left out."""
         p, trails = self.promises, self.trails.setdefault(row.stamp, {})
-        if row.episode in trails:
-            wanted = trails[row.episode]
-            demand((row.step, row.hash) == wanted, f"{row}: step {wanted[0]} was expected")
-        else:  # of a worker that was lost, beginnings are
-            demand(row.step == 0 or p.restarts, f"{row}: the first frame of this episode")
-            jumps = self.resets or p.cuts or p.restarts or self.life > 0
-            follows = row.episode == 0 or row.episode - 1 in trails
-            demand(follows or jumps, f"{row}: an episode is missing")
-        trails[row.episode] = (row.step + 1, row.there[3])
+        jumps = source == "rollout" or self.resets or p.cuts or p.restarts
+        follows = row.episode in (0, *trails) or row.episode - 1 in trails
+        demand(follows or jumps, f"{row}: an episode is missing")
+        steps = trails.setdefault(row.episode, {})
+        demand(row.step not in steps, f"{row}: it comes twice")
+        before, after = steps.get(row.step - 1), steps.get(row.step + 1)
+        demand(before is None or before.there[3] == row.hash, f"{row}: the history is another one")
+        demand(after is None or after.hash == row.there[3], f"{row}: the history is another one")
+        steps[row.step] = row
         self._check_id(row)
 
     def _check_jump(self, row: Row, place: Place) -> None:
