@@ -16,7 +16,9 @@ from swath.links import pack
 from swath.links.launch import ending
 from swath.memory import Layout, SharedMemory, Slab
 from swath.rollout import Plan
+from swath.shield import Shield
 from swath.testing import CountingEnv, SlowEnv
+from swath.workers import launchers, place
 from swath.workers.crew import Crew
 from swath.workers.messages import (
     Acknowledge,
@@ -37,6 +39,7 @@ from swath.workers.messages import (
     State,
     TakeState,
 )
+from swath.workers.remote import Invitation
 
 
 def job(number, maker=CountingEnv):
@@ -136,6 +139,43 @@ def test_reports_of_rollouts_wait_while_something_else_is_answered():
         reports = [crew.next() for _ in range(3)]
         assert sorted((number, one.steps) for number, one in reports) == [(0, 3), (0, 10), (1, 4)]
         assert [one.steps for number, one in reports if number == 0] == [10, 3]
+
+
+def interrupted(made, plain):
+    """Return what launches as this does, and Ctrl-C comes when nobody has what was launched yet."""
+
+    def launch(*given):
+        one = plain(*given)
+        made.append(one.pid)
+        signal.raise_signal(signal.SIGINT)
+        return one
+
+    return launch
+
+
+def test_ctrl_c_between_two_launches_leaves_no_worker(monkeypatch):
+    pids = []
+    monkeypatch.setattr(place, "ProcessLink", interrupted(pids, place.ProcessLink))
+    crew = Crew([job(0), job(1)], None)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            crew.launch([0, 1])
+        assert len(pids) == 1
+        assert kit.gone(pids, 5)
+        assert caught.tb is not None  # which would hold a link that is in no list
+    finally:
+        crew.close(0.0)
+
+
+def test_ctrl_c_between_two_launches_leaves_no_process_that_was_to_dial(monkeypatch):
+    pids, shield = [], Shield()
+    where = Invitation("127.0.0.1", 1, b"s3", 60.0)  # nobody is there: they try for a minute
+    monkeypatch.setattr(launchers, "launch", interrupted(pids, launchers.launch))
+    with pytest.raises(KeyboardInterrupt) as caught, shield:
+        launchers.LocalLauncher().start(where, [0, 1], shield)
+    assert len(pids) == 1
+    assert kit.gone(pids, 5)
+    assert caught.tb is not None
 
 
 def test_an_interrupted_rollout_ends_after_a_step():

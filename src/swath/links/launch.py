@@ -96,13 +96,18 @@ def ending(code: int) -> str:
     return f"was killed by {name}{hints.get(name, '')}."
 
 
-def launch(target: Callable[[Channel, bytes], None], payload: bytes) -> Launched:
+def launch(
+    target: Callable[[Channel, bytes], None], payload: bytes, shield: Shield | None = None
+) -> Launched:
     """Start a process that calls `target(channel, payload)`.
 
     Args:
         target: A function of an importable module.
         payload: What it needs, as bytes.
+        shield: What holds Ctrl-C back, until whoever called has noted what was launched; it is
+            lifted while the process is waited for, which then ends by itself.
     """
+    shield = Shield() if shield is None else shield
     surroundings = {
         "environ": dict(os.environ),
         "cwd": os.getcwd(),
@@ -118,7 +123,7 @@ def launch(target: Callable[[Channel, bytes], None], payload: bytes) -> Launched
         opened.append(_output(1))
         opened.append(_output(2))
         sentinel, status, output, errors = opened
-        pid = _fork(request, [theirs.fileno(), output, errors, status])
+        pid = _fork(request, [theirs.fileno(), output, errors, status], shield)
     except BaseException:
         ours.close()
         close_all(opened[:1])
@@ -152,15 +157,15 @@ class _Server:
         self.pid, self._wait = start(theirs, self._socket)
         theirs.close()
 
-    def fork(self, request: bytes, descriptors: list[int]) -> int:
+    def fork(self, request: bytes, descriptors: list[int], shield: Shield) -> int:
         """Return the pid of a new worker that holds these descriptors."""
-        with self._lock, _shield:
+        with self._lock, shield:
             self._asked += 1
             try:
                 asked = REQUEST.pack(request, self._asked)
                 socket.send_fds(self._socket, [asked], descriptors)
                 while True:
-                    number, pid = self._answer()
+                    number, pid = self._answer(shield)
                     if number == self._asked:  # not one for who was interrupted, and does not wait
                         break
             except (BrokenPipeError, ConnectionResetError):
@@ -169,10 +174,10 @@ class _Server:
             raise OSError(-pid, os.strerror(-pid))
         return pid
 
-    def _answer(self) -> tuple[int, int]:
+    def _answer(self, shield: Shield) -> tuple[int, int]:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        with _shield.lifted():  # only here: an answer of which a part is read would be none
+        with shield.lifted():  # only here: an answer of which a part is read would be none
             poller.poll()
         told = self._socket.recv(ANSWER.size, socket.MSG_WAITALL)
         if len(told) < ANSWER.size:
@@ -237,21 +242,20 @@ def _start_fork(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callab
 
 _current: _Server | None = None
 _guard = threading.Lock()
-_shield = Shield()
 
 
-def _fork(request: bytes, descriptors: list[int]) -> int:
+def _fork(request: bytes, descriptors: list[int], shield: Shield) -> int:
     """Return the pid of a new worker, from a new server if there is none or it was killed.
 
     It may be killed at any moment, also while it starts; only if that goes on there is no worker.
     """
     global _current
-    with _guard, _shield:
+    with _guard, shield:
         for _ in range(_TRIES):
             if _current is None:
                 _current = _Server()
             try:
-                return _current.fork(request, descriptors)
+                return _current.fork(request, descriptors, shield)
             except _ServerGone:
                 gone, _current = _current, None  # first: there is none, whatever comes now
                 code = gone.stop()

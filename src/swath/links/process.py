@@ -22,6 +22,7 @@ from typing import Any
 from swath.links.channel import Channel
 from swath.links.launch import ending, launch
 from swath.memory import SharedMemory
+from swath.shield import Shield
 
 __all__ = ["ProcessLink", "ProcessPort", "Wire"]
 
@@ -101,12 +102,18 @@ class ProcessLink(Wire):
     Args:
         target: What the worker runs: an importable function of a channel and of the payload.
         payload: What it needs, as bytes.
+        shield: What holds Ctrl-C back until the link is noted; see `launch`.
     """
 
     shares_memory = True
 
-    def __init__(self, target: Callable[[Channel, bytes], None], payload: bytes) -> None:
-        self._process = launch(target, payload)
+    def __init__(
+        self,
+        target: Callable[[Channel, bytes], None],
+        payload: bytes,
+        shield: Shield | None = None,
+    ) -> None:
+        self._process = launch(target, payload, shield)
         self.pid, self.sentinel = self._process.pid, self._process.sentinel
         self.name, self.host = f"process {self.pid}", socket.gethostname()
         try:

@@ -9,6 +9,7 @@ from typing import Any
 from swath.errors import UsageError, WorkerError, nearest
 from swath.links import Launched, launch, pack
 from swath.links.launch import ending
+from swath.shield import Shield
 from swath.workers.delayed import Request
 from swath.workers.remote import Invitation, Launcher, Started, main
 from swath.workers.submitit import Executor, NodeLauncher
@@ -42,13 +43,15 @@ def launcher_for(
 class LocalLauncher:
     """Processes of this machine, from the fork server."""
 
-    def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
+    def start(
+        self, invitation: Invitation, numbers: Sequence[int], shield: Shield | None = None
+    ) -> Mapping[int, Started]:
         """Start a process for each."""
         started: dict[int, Started] = {}
         try:
             for number in numbers:
                 payload = pack((invitation, number), "the invitation")
-                started[number] = _Process(number, launch(main, payload))
+                started[number] = _Process(number, launch(main, payload, shield))
         except BaseException:
             for one in started.values():
                 one.cancel()
@@ -82,7 +85,9 @@ class Waiting:
 
     process = None
 
-    def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
+    def start(
+        self, invitation: Invitation, numbers: Sequence[int], shield: Shield | None = None
+    ) -> Mapping[int, Started]:
         """Say where to come."""
         address = f"{invitation.host}:{invitation.port}"
         _log.warning("waiting for workers: python -m swath.workers.join %s %s", address, numbers)

@@ -139,9 +139,8 @@ class LocalPlace:
         """Start workers; see `Place`."""
         links: dict[int, Link] = {}
         try:
-            with shield.lifted():
-                for number, payload in payloads.items():
-                    links[number] = ProcessLink(main, payload)
+            for number, payload in payloads.items():
+                links[number] = ProcessLink(main, payload, shield)
         except BaseException:
             end_all(links.values())
             raise

@@ -115,8 +115,13 @@ class Started(Protocol):
 class Launcher(Protocol):
     """Starts workers, somewhere."""
 
-    def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
-        """Start these workers; each is to call `join`."""
+    def start(
+        self, invitation: Invitation, numbers: Sequence[int], shield: Shield | None = None
+    ) -> Mapping[int, Started]:
+        """Start these workers, all or none; each is to call `join`.
+
+        A shield holds Ctrl-C back until it is noted what was started.
+        """
         ...
 
     def close(self) -> None:
@@ -169,8 +174,7 @@ class RemotePlace:
 
     def launch(self, payloads: Mapping[int, bytes], shield: Shield) -> dict[int, Link]:
         """Start workers and wait until each has come in."""
-        with shield.lifted():
-            started = self._launcher.start(self._invitation, list(payloads))
+        started = self._launcher.start(self._invitation, list(payloads), shield)
         until = float("inf") if self._limit is None else monotonic() + self._limit
         links: dict[int, Link] = {}
         try:

@@ -26,6 +26,7 @@ from typing import Any
 
 from swath.errors import UsageError, WorkerError
 from swath.links import pack
+from swath.shield import Shield
 from swath.workers.join import node
 from swath.workers.remote import Invitation, Started
 
@@ -49,7 +50,9 @@ class NodeLauncher:
     def __init__(self, submit: Callable[[Invitation, Sequence[int]], Any], per_node: int) -> None:
         self._submit, self._per_node = submit, per_node
 
-    def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
+    def start(
+        self, invitation: Invitation, numbers: Sequence[int], shield: Shield | None = None
+    ) -> Mapping[int, Started]:
         """Submit a job for each node that has one of these workers."""
         nodes: dict[int, set[int]] = {}
         for number in numbers:

@@ -27,6 +27,7 @@ from typing import NoReturn, Protocol
 
 from swath.errors import UsageError, WorkerError
 from swath.links.launch import in_worker
+from swath.shield import Shield
 from swath.workers.remote import Invitation, Started, join
 
 __all__ = ["World", "WorldLauncher", "find_world"]
@@ -126,7 +127,9 @@ class WorldLauncher:
     def __init__(self, world: World) -> None:
         self._world, self._mine = world, False
 
-    def start(self, invitation: Invitation, numbers: Sequence[int]) -> Mapping[int, Started]:
+    def start(
+        self, invitation: Invitation, numbers: Sequence[int], shield: Shield | None = None
+    ) -> Mapping[int, Started]:
         """Invite the ranks."""
         world = self._world
         if len(numbers) >= world.size:
