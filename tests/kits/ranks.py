@@ -12,4 +12,4 @@ if __name__ == "__main__":
         DistributedCollector("CartPole-v1", frames_per_batch=1)
     import pytest
 
-    sys.exit(pytest.main(["-p", "no:cacheprovider", "-q", *sys.argv[1:]]))
+    sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))
