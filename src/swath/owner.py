@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,10 @@ class Owner:
     def __init__(self, what: str) -> None:
         self._what, self._process = what, _process
         self._lock = threading.RLock()  # what is called inside of a call is the same thread's
-        self._inside, self._calls = "", 0
+        self._inside = ""
+        self.turn_of: Callable[[], _Turn | None] = lambda: None
+        """Return the block that this thread is in: by a weak reference, since one that was broken
+        off by what any other signal's handler raises may not have come to its end."""
 
     @property
     def is_here(self) -> bool:
@@ -65,7 +69,7 @@ class Owner:
         """
         return _Turn(self, call, outermost)
 
-    def enter(self, call: str, outermost: bool = False) -> None:
+    def enter(self, call: str) -> None:
         """Let this thread in, or refuse it; see `turn`."""
         if not self._lock.acquire(blocking=False):
             raise UsageError(
@@ -74,20 +78,20 @@ class Owner:
                 "it is for one thread at a time. Make one for each thread, or hold a lock of your "
                 "own around the calls."
             )
-        if outermost and self._calls:
-            self._lock.release()
+        self._inside = threading.current_thread().name
+
+    def leave(self) -> None:
+        """Let this thread out."""
+        self._lock.release()
+
+    def check_outermost(self, call: str) -> None:
+        """Refuse this thread if it is in a block already."""
+        if self.turn_of() is not None:
             raise UsageError(
                 f"{call} of this {self._what} was called inside of another call of it, by a hook, "
                 "the policy, an env or a signal handler: the frames that it would give are those "
                 "of that call. Call it after that one has returned."
             )
-        self._inside = threading.current_thread().name
-        self._calls += 1
-
-    def leave(self) -> None:
-        """Let this thread out."""
-        self._calls -= 1
-        self._lock.release()
 
 
 class _Turn:
@@ -96,9 +100,18 @@ class _Turn:
         self._owner, self._call, self._outermost = owner, call, outermost
 
     def __enter__(self) -> None:
-        self._owner.enter(self._call, self._outermost)
+        owner = self._owner
+        owner.enter(self._call)
+        if self._outermost:
+            try:
+                owner.check_outermost(self._call)
+            except UsageError:
+                owner.leave()
+                raise
+        self._before, owner.turn_of = owner.turn_of, weakref.ref(self)
 
     def __exit__(self, *exc_info: object) -> None:
+        self._owner.turn_of = self._before
         self._owner.leave()
 
 

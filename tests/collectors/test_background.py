@@ -91,6 +91,30 @@ def test_a_pause_rests_between_two_batches(kind):
 
 
 @kinds
+def test_the_end_of_one_pause_is_not_the_end_of_another(kind):
+    buffer = Kept()
+    with KINDS[kind](frames_per_batch=20, seed=0, replay_buffer=buffer) as collector:
+        collector.start()
+        assert buffer.filled.wait(20)
+        first, second = collector.pause(), collector.pause()
+        before = buffer.frames
+        with first:
+            pass
+        time.sleep(0.1)
+        collector.state_dict()
+        assert buffer.frames == before
+        with second:
+            collector.state_dict()
+        until(lambda: buffer.frames > before)
+        collector.pause()
+        collector.pause()
+        collector.resume()  # ends all of them
+        before = buffer.frames
+        until(lambda: buffer.frames > before)
+    check_transitions(buffer.batches)
+
+
+@kinds
 def test_calls_that_make_no_sense_meanwhile(kind):
     buffer = Kept()
     with KINDS[kind](frames_per_batch=20, replay_buffer=buffer) as collector:

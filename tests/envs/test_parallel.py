@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -399,3 +403,16 @@ def test_what_cannot_be_sent_is_named():
     lock = threading.Lock()
     with pytest.raises(UsageError, match=r"create_env_fn.* > lock is a lock"):
         ParallelEnv(1, lambda: lock)
+
+
+def test_a_copy_is_refused_and_closes_nothing_of_the_original():
+    with contextlib.closing(ParallelEnv(2, CountingEnv)) as env:
+        for copied in (copy.deepcopy, pickle.dumps):
+            for part in (env, env.group._board, env.group.bells[0]):
+                with pytest.raises(TypeError, match="cannot"):
+                    copied(part)
+        gc.collect()
+        bells = [one for bell in env.group.bells for one in bell.descriptors]
+        for descriptor in [env.group._board.descriptor, *bells]:
+            os.fstat(descriptor)
+        env.rollout(3)

@@ -45,7 +45,9 @@ class Background:
         self._advance, self._on_end, self._on_rest = advance, on_end, on_rest
         self._wake, self._shield = wake, shield
         self._state = threading.Condition()
-        self._wanted, self._resting, self._stopping = True, False, False
+        self._resting, self._stopping = False, False
+        self._pauses = 0
+        """How many have one: threads make theirs side by side, and one's end is not the other's."""
         self.failure: BaseException | None = None
         self._thread = Helper(self._run, "swath", self._end)
 
@@ -71,15 +73,16 @@ class Background:
         """Rest while that is wanted; False when it is time to end."""
         while True:
             with self._state:
-                if self._wanted or self._stopping:
+                if not self._pauses or self._stopping:
                     self._resting = False
                     return not self._stopping
             self._on_rest()
             with self._state:
-                while not self._wanted and not self._stopping:
+                while self._pauses and not self._stopping:
                     self._resting = True
                     self._state.notify_all()
                     self._state.wait()
+                self._resting = False  # whoever wants a pause from here on waits for the next rest
 
     @property
     def runs(self) -> bool:
@@ -98,22 +101,27 @@ class Background:
     def pause(self) -> Pause:
         """Rest after the batch that is being made; returns when it is made."""
         with self._shield, self._state:
-            before, self._wanted = self._wanted, False
+            self._pauses += 1
             try:
                 while not self._resting:
                     self._state.wait(_LOOK)  # itself no place for Ctrl-C: it holds a lock or not
                     with self._shield.lifted():
                         pass
             except BaseException:  # nobody has the pause, so nobody would end it
-                self._wanted = before
-                self._state.notify_all()
+                self.end_pause()
                 raise
-        return Pause(self, before)
+        return Pause(self)
+
+    def end_pause(self) -> None:
+        """End one pause, and go on if it was the last."""
+        with self._state:
+            self._pauses = max(0, self._pauses - 1)
+            self._state.notify_all()
 
     def resume(self) -> None:
-        """Go on."""
+        """End all pauses, and go on."""
         with self._state:
-            self._wanted = True
+            self._pauses = 0
             self._state.notify_all()
 
     def _end(self) -> None:
@@ -133,12 +141,13 @@ class Background:
 class Pause:
     """A pause that has begun; as a context manager it ends with the block."""
 
-    def __init__(self, background: Background | None, resumes: bool) -> None:
-        self._background, self._resumes = background, resumes
+    def __init__(self, background: Background | None) -> None:
+        self._background = background
 
     def __enter__(self) -> Pause:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._background is not None and self._resumes:
-            self._background.resume()
+        background, self._background = self._background, None  # it ends once
+        if background is not None:
+            background.end_pause()

@@ -306,10 +306,16 @@ class BaseCollector(abc.ABC):
         Nothing, if nothing is collected in the background.
         """
         if self._background is None or not self.is_running() or self._in_background():
-            return Pause(None, False)
+            return Pause(None)
         unpaced = getattr(self.options.replay_buffer, "unpaced", contextlib.nullcontext)
-        with self._shield, unpaced():
-            return self._background.pause()
+        pause = Pause(None)
+        try:
+            with self._shield, unpaced():
+                pause = self._background.pause()
+        except BaseException:  # Ctrl-C, at the end of the block: nobody else would end the pause
+            with pause:
+                raise
+        return pause
 
     def resume(self) -> None:
         """End a pause."""

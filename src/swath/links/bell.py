@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 __all__ = ["Bell"]
 
@@ -40,6 +41,10 @@ class Bell:
             os.close(descriptor)
 
     __del__ = close  # of one among many when the next could not be made
+
+    def __reduce__(self) -> Any:
+        # A copy would have the numbers of our descriptors, and close what has them.
+        raise TypeError("cannot copy or pickle a bell; send its descriptors")
 
 
 _ONE = (1).to_bytes(8, "little")

@@ -161,6 +161,10 @@ class SharedMemory(_ArrayMemory):
         if getattr(self, "descriptor", None) is not None:
             self.close_descriptor()
 
+    def __reduce__(self) -> Any:
+        # A copy would have the number of our descriptor, and close it, or what comes to have it.
+        raise TypeError("cannot copy or pickle memory that is shared by a descriptor")
+
 
 def _anonymous(nbytes: int) -> int:
     if hasattr(os, "memfd_create"):
