@@ -70,9 +70,12 @@ class Locks:
     def leave_to_parent(self) -> None:
         """In a fork: have a description of our own, on which nothing is locked."""
         self.said.clear()
-        own, self._own = self._own, None
+        own = self._own
+        if own is None or not self._described:  # a fork has none of the locks of POSIX
+            return
+        self._own = -1  # of no file: what would lock fails, rather than share its parent's locks
         # A fork that serves workers closes all descriptors, and others get the numbers.
-        if own is not None and self._described and _is_open(own, self._file):
+        if _is_open(own, self._file):
             self._own = _opened_anew(own)
             os.close(own)
 
