@@ -71,14 +71,15 @@ class Owner:
 
     def enter(self, call: str) -> None:
         """Let this thread in, or refuse it; see `turn`."""
+        name = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             raise UsageError(
                 f"{call} of this {self._what} was called in thread "
-                f"{threading.current_thread().name!r} while thread {self._inside!r} is using it: "
+                f"{name!r} while thread {self._inside!r} is using it: "
                 "it is for one thread at a time. Make one for each thread, or hold a lock of your "
                 "own around the calls."
             )
-        self._inside = threading.current_thread().name
+        self._inside = name
 
     def leave(self) -> None:
         """Let this thread out."""
@@ -98,21 +99,28 @@ class _Turn:
     # Used inside of a shield: what lies between two of its instructions is never interrupted.
     def __init__(self, owner: Owner, call: str, outermost: bool) -> None:
         self._owner, self._call, self._outermost = owner, call, outermost
+        self._entered, self._reference = False, weakref.ref(self)
 
     def __enter__(self) -> None:
         owner = self._owner
         owner.enter(self._call)
+        self._before, self._entered = owner.turn_of, True
         if self._outermost:
             try:
                 owner.check_outermost(self._call)
             except UsageError:
-                owner.leave()
+                self.__exit__()
                 raise
-        self._before, owner.turn_of = owner.turn_of, weakref.ref(self)
+        owner.turn_of = self._reference
 
     def __exit__(self, *exc_info: object) -> None:
-        self._owner.turn_of = self._before
-        self._owner.leave()
+        if self._entered:
+            self._entered = False
+            self._owner.turn_of = self._before
+            self._owner.leave()
+
+    # For what another signal's handler raises where the block ends: all others would be refused.
+    __del__ = __exit__
 
 
 def only_here(function: Callable[..., Any]) -> Callable[..., Any]:

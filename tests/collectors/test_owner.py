@@ -16,6 +16,7 @@ from swath.collectors import AsyncCollector, Collector, MultiAsyncCollector, Mul
 from swath.data import ReplayBuffer
 from swath.envs import ParallelEnv, SerialEnv
 from swath.errors import ClosedError, UsageError
+from swath.owner import Owner
 from swath.testing import CountingEnv, check_transitions
 
 SHARED = {
@@ -288,3 +289,21 @@ def test_a_fork_of_who_draws_ahead_is_refused():
 
         in_child(use)
         buffer.sample()
+
+
+def test_a_turn_whose_end_was_broken_off_is_over_all_the_same():
+    owner, refused = Owner("thing"), []
+
+    def other():
+        with owner.turn("g()", outermost=True):
+            refused.append(False)
+
+    def broken_off():
+        owner.turn("f()", outermost=True).__enter__()  # and no end
+
+    broken_off()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(30)
+    other()
+    assert refused == [False, False]
