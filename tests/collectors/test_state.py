@@ -198,6 +198,21 @@ def test_a_state_that_is_damaged_or_old_changes_nothing_and_says_so():
         assert policy[0].weight.any()
 
 
+@pytest.mark.parametrize(
+    "changed", [{"setup": None}, {"frames": "x"}, {"batches": -1}, {"policy": {}}], ids=str
+)
+def test_a_state_whose_plain_part_was_changed_is_refused_before_anything_is_done(changed):
+    policy = nn.Sequential(nn.Linear(4, 2), Argmax())
+    with two(policy) as collector:
+        state = collector.state_dict()
+        collector.next()
+        before = collector.stats()["frames"]
+        with pytest.raises(UsageError, match="was changed since state_dict"):
+            collector.load_state_dict({**state, **changed})
+        assert collector.stats()["frames"] == before
+        assert collector.next() is not None
+
+
 def test_a_state_may_be_loaded_with_other_sizes_of_batches():
     with two(seed=1, trajs_per_batch=3) as collector:
         collector.next()

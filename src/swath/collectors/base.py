@@ -21,7 +21,15 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.collectors.background import Background, Pause
 from swath.collectors.options import Options
-from swath.collectors.setup import FORMAT, Setup, check_state, checksum, opened, packed
+from swath.collectors.setup import (
+    FORMAT,
+    Setup,
+    check_state,
+    check_weights,
+    checksum,
+    opened,
+    packed,
+)
 from swath.collectors.turns import between_batches
 from swath.data.runs import Stream
 from swath.errors import ClosedError, UsageError, WorkerError
@@ -498,6 +506,7 @@ class BaseCollector(abc.ABC):
         """
         self._check_open()
         check_state(state, self._whole_setup())
+        check_weights(state.get("policy"), self._module())
         inner = opened(state)
         self._load_source_state(inner["source"])
         if "policy" in state:

@@ -23,6 +23,7 @@ __all__ = [
     "FORMAT",
     "Setup",
     "check_state",
+    "check_weights",
     "checksum",
     "fields_in_words",
     "opened",
@@ -62,7 +63,13 @@ def check_state(state: Any, ours: Setup) -> None:
         raise UsageError(
             f"this is no state of a swath collector (format {found!r}; {FORMAT} was expected)."
         )
-    theirs = state["setup"]
+    theirs = state.get("setup")
+    counts = [state.get(name) for name in ("frames", "batches")]
+    if not isinstance(theirs, Mapping) or not all(type(one) is int and one >= 0 for one in counts):
+        raise UsageError(
+            "this state was changed since state_dict() returned it: its set-up or its counts are "
+            "missing. Nothing was changed; take another copy of it."
+        )
     for about, here in ours.items():
         there = theirs.get(about)
         if there == here:
@@ -75,6 +82,17 @@ def check_state(state: Any, ours: Setup) -> None:
         raise UsageError(
             f"this state is of {there}; this collector has {here}. Nothing was changed; load the "
             "state into a collector that is made as the one was that it comes from."
+        )
+
+
+def check_weights(weights: Any, module: torch.nn.Module | None) -> None:
+    """Refuse the weights of a state that are not all those of this policy."""
+    if weights is None or module is None:
+        return
+    if not isinstance(weights, Mapping) or set(weights) != set(module.state_dict()):
+        raise UsageError(
+            "this state was changed since state_dict() returned it: its weights are not those of "
+            "the policy. Nothing was changed; take another copy of it."
         )
 
 

@@ -188,7 +188,12 @@ class Ring:
         """Take the ledger: nobody claims rows or makes them whole meanwhile, nor comes Ctrl-C."""
         self.shield.__enter__()
         self._locks.ledger.acquire()
-        self._locks.lock(fcntl.LOCK_EX, 0)
+        try:
+            self._locks.lock(fcntl.LOCK_EX, 0)
+        except BaseException:  # without the lock nothing may be kept of what came before it
+            self._locks.ledger.release()
+            self.shield.__exit__()
+            raise
         if self.words[Word.BUSY]:  # who had it was killed
             self._complete_change()
         self.words[Word.BUSY] = 1
