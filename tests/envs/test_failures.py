@@ -270,7 +270,9 @@ def test_an_outcome_of_a_vector_env_that_is_none_is_refused(place):
 
 
 @pytest.mark.parametrize("flag", [0, np.bool_(False), np.array(False), torch.tensor(False)])
-@pytest.mark.parametrize("reward", [float("nan"), 3, True, np.float32(2), torch.tensor(2.0)])
+@pytest.mark.parametrize(
+    "reward", [float("nan"), 3, True, np.float32(2), np.array([2.0]), torch.tensor(2.0)]
+)
 def test_numbers_of_all_kinds_are_rewards_and_flags(flag, reward):
     def spoil(*answer):
         return answer[0], reward, flag or answer[2], answer[3] or flag, answer[4]
@@ -278,7 +280,8 @@ def test_numbers_of_all_kinds_are_rewards_and_flags(flag, reward):
     with Collector(leaving(spoil, after=0), frames_per_batch=20) as collector:
         batch = collector.next()
     got = batch["next", "reward"]
-    assert got.isnan().all() if reward != reward else (got == float(reward)).all()
+    number = float(torch.as_tensor(reward))
+    assert got.isnan().all() if number != number else (got == number).all()
     assert batch["next", "done"].any()
     assert not batch["next", "done"].all()
 

@@ -27,6 +27,7 @@ __all__ = [
     "Group",
     "as_array",
     "as_declared",
+    "as_number",
     "called",
     "close_all",
     "comes_from",
@@ -180,6 +181,13 @@ def is_flag(value: Any) -> bool:
     except Exception:  # whatever a thing's own conversion may raise
         return False
     return array.size == 1 and array.dtype.kind in "biuf" and bool(array == array)
+
+
+def as_number(value: Any, i: int) -> Any:
+    """Return the number that a reward is an array of; CallFailed if it is none."""
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
+        return value.item()
+    raise not_a("number", "reward", value, i)
 
 
 def not_a(expected: str, name: str, value: Any, i: int | None) -> CallFailed:

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from swath.envs.group import Group, as_declared, close_all, is_flag, not_a
+from swath.envs.group import Group, as_declared, as_number, close_all, is_flag, not_a
 from swath.envs.info import InfoNames, info_fields, info_writer, warn_unseen
 from swath.memory import Slab
 from swath.rollout import CallFailed, keys
@@ -157,8 +157,8 @@ class _BoundGym:
                     self._write(observation, rows, i)
                 try:
                     rewards[t, i] = reward
-                except Exception as error:
-                    raise not_a("number", "reward", reward, i) from error
+                except Exception:
+                    rewards[t, i] = as_number(reward, i)
                 # There is one False of Python and one of numpy: what is neither is looked at.
                 if (terminated is not False and terminated is not no) or (
                     truncated is not False and truncated is not no
