@@ -30,7 +30,7 @@ class Everything:
     def left(self) -> list[str]:
         """Return what is there now and was not there before."""
         threads = set(threading.enumerate()) - self.threads
-        found = [f"process {pid}" for pid in _children() - self.children]
+        found = [f"process {pid}: {command(int(pid))}" for pid in _children() - self.children]
         found += [f"thread {one.name}" for one in threads if one.is_alive() and _is_ours(one)]
         found += [f"/dev/shm/{name}" for name in _shared_memory() - self.shared]
         # Imports on first use may keep a file open; a leak per env or batch shows as many.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -65,7 +66,7 @@ def _box(shape: tuple[int, ...], dtype: Any = np.int64) -> spaces.Box:
 
 def _wide(array: np.ndarray) -> np.ndarray:
     """Return bytes, eight of each number, as numbers."""
-    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.int64)
+    return np.ascontiguousarray(array).reshape(len(array), prod(array.shape[1:])).view(np.int64)
 
 
 def _step_of_bits(leaves: Sequence[Tensor]) -> Tensor:
@@ -186,7 +187,9 @@ def told_by(action: Any) -> tuple[float, ...]:
 def actions_of(kind: str, batch: TensorDictBase) -> list[tuple[float, ...]]:
     """Return the actions of a batch as plain numbers, row after row."""
     leaves = [columns_of(batch, *key) for key in ACTIONS[kind].keys]
-    rows = np.concatenate([leaf.reshape(len(leaf), -1).astype(np.float64) for leaf in leaves], -1)
+    rows = np.concatenate(
+        [leaf.reshape(len(leaf), prod(leaf.shape[1:])).astype(np.float64) for leaf in leaves], -1
+    )
     return [tuple(row) for row in rows.tolist()]
 
 

@@ -225,11 +225,14 @@ class Stubborn(gym.vector.VectorEnv):
         self.reset, self.step = self.inner.reset, self.inner.step
 
 
-def test_rows_in_which_an_env_resets_are_not_counted():
-    frames = in_order(collect(valued, Stubborn(), init_random_frames=30, batches=4))
+@pytest.mark.parametrize("count", [4, 7, 14, 30])
+@pytest.mark.parametrize("steps", [1, 4, 7])
+def test_rows_in_which_an_env_resets_are_not_counted(count, steps):
+    options = {"frames_per_batch": 3 * steps, "batches": 60 // steps, "init_random_frames": count}
+    frames = in_order(collect(valued, Stubborn(), **options))
     real, random = frames["collector", "mask"], frames["collector", "random"]
     assert not real[:30].all()
-    assert random.sum() == 30
+    assert random[real].tolist() == [True] * count + [False] * (int(real.sum()) - count)
     assert not random[~real].any()
 
 

@@ -110,6 +110,7 @@ class _BoundBatch:
             assert self._mask is not None
             self._mask[t] = ~group.resetting
             group.resetting[...] = done
+            self._mask[t + 1 : t + 2] = ~done  # known before that row is acted on
         ended = done.nonzero()[0].tolist()
         self._observation = observation
         self._renewed = set(ended if group.mode is AutoresetMode.SAME_STEP else ())

@@ -79,6 +79,8 @@ class Runner:
         self.next_traj_id = plan.first_traj_id
         self.traj_ids = np.zeros(n, np.int64)
         self.frozen = np.zeros(n, bool)
+        self.renewing = np.zeros(n, bool)
+        """Envs whose next row is no transition: a vector env makes a new episode of it."""
         self.random_state: RandomState | None = None
         self._seed: int | None = None
         self._seed_is_new = self._seeds_again = False
@@ -200,7 +202,7 @@ class Runner:
         if self.policy.needs_is_init:
             slab.tensors[keys.IS_INIT][0] = True
         self._new_trajectories()
-        self.frozen[:] = False
+        self.frozen[:] = self.renewing[:] = False
         self._needs_reset = self._seed_is_new = self._seeds_again = False
 
     def _new_trajectories(self) -> None:
@@ -318,6 +320,8 @@ class Runner:
             slab.tensors[key][0] = row
         if self._needs_reset:
             self._reset_all(slab)
+        if self.group.skips_rows:  # said before the row is acted on: that takes no random frame
+            slab.arrays[keys.MASK][0] = ~self.renewing
         self._next_limit = _NEVER
         if self._limits is not None:
             left = zip(self._limits, self.episodes.lengths.tolist(), strict=True)
@@ -435,6 +439,9 @@ class Runner:
         if steps and plan.compact_obs:
             still_open = np.flatnonzero(~slab.arrays[keys.NEXT_DONE][steps - 1, :, 0])
             columns.keep_final(slab, self.interface, steps - 1, still_open)
+        if self.group.skips_rows and steps:
+            self.renewing[:] = False
+            self.renewing[[i for t, i in self._ends if t == steps - 1]] = True
         if steps and (plan.reset_at_each_iter or plan.set_truncated):
             cut = columns.cut(slab, steps - 1, self.frozen)
             if plan.reset_at_each_iter:
@@ -513,6 +520,7 @@ class Runner:
             "traj_ids": self.traj_ids.copy(),
             "next_traj_id": self.next_traj_id,
             "frozen": self.frozen.copy(),
+            "renewing": self.renewing.copy(),
             "version": self.version,
             "steps_made": self.steps_made,
             "frames_made": self.frames_made,
@@ -538,7 +546,7 @@ class Runner:
             self.carry[key].copy_(row)
         self._needs_reset = state["needs_reset"]
         self.traj_ids[...] = state["traj_ids"]
-        self.frozen[...] = state["frozen"]
+        self.frozen[...], self.renewing[...] = state["frozen"], state["renewing"]
         self.next_traj_id, self.version = state["next_traj_id"], state["version"]
         self.steps_made, self.frames_made = state["steps_made"], state["frames_made"]
         self._seed, self.random_frames.left = state["seed"], state["random_left"]
