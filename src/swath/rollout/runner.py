@@ -78,9 +78,8 @@ class Runner:
         self.version = self.steps_made = self.frames_made = self.filled = 0
         self.next_traj_id = plan.first_traj_id
         self.traj_ids = np.zeros(n, np.int64)
-        self.frozen = np.zeros(n, bool)
-        self.renewing = np.zeros(n, bool)
-        """Envs whose next row is no transition: a vector env makes a new episode of it."""
+        self.frozen, self.renewing = np.zeros(n, bool), np.zeros(n, bool)
+        """Envs that stay ended; and those whose next row is no transition, but their reset."""
         self.random_state: RandomState | None = None
         self._seed: int | None = None
         self._seed_is_new = self._seeds_again = False
@@ -91,12 +90,7 @@ class Runner:
         if plan.seed is not None:
             self.set_seed(plan.seed)
         self.policy = self._adapted(policy)
-        if group.skips_rows and (self.policy.states or self.policy.needs_is_init):
-            raise UsageError(
-                "a recurrent policy cannot be used with a vector env that resets in the next step: "
-                "its state would move on in rows that are no transitions. Make the vector env with "
-                "autoreset_mode=AutoresetMode.SAME_STEP."
-            )
+        _check_states(group, self.policy)
         self._limits = _limits(group, plan.max_frames_per_traj)
         self.carry: dict[Any, torch.Tensor] = {}
         self._needs_reset = True
@@ -571,6 +565,16 @@ def _check(group: EnvGroup, plan: Plan) -> None:
         raise UsageError(
             "reset_when_done=False needs envs that can be stepped one by one, which a vector env "
             "cannot. Pass a list of env makers or a SerialEnv."
+        )
+
+
+def _check_states(group: EnvGroup, policy: Policy) -> None:
+    """Refuse a state that would move on in rows that are no transitions."""
+    if group.skips_rows and (policy.states or policy.needs_is_init):
+        raise UsageError(
+            "a recurrent policy cannot be used with a vector env that resets in the next step: "
+            "its state would move on in rows that are no transitions. Make the vector env with "
+            "autoreset_mode=AutoresetMode.SAME_STEP."
         )
 
 
