@@ -469,3 +469,13 @@ def test_who_feeds_is_known_to_all_buffers_of_a_process_on_the_same_memory() -> 
     assert buffer._ring.is_fed()
     buffer.note_feeder("one", False)
     assert not beside._ring.is_fed()
+
+
+def test_a_batch_that_can_never_be_drawn_lets_no_writer_go():
+    pace = {"samples_per_insert": 1.0, "tolerance": 0.0, "timeout": AT_ONCE}
+    with ReplayBuffer(4, sampler=SliceSampler(slice_len=5), **pace) as buffer:
+        source = Written(1, 4, 8)
+        assert goes(buffer.extend, source.next())
+        with pytest.raises(UsageError, match="capacity=4"):
+            buffer.sample(5)
+        assert not goes(buffer.extend, source.next())

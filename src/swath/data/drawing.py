@@ -110,7 +110,7 @@ class Draws:
                 self._under_way -= reserved
                 if batch is not None:
                     ring.words[Word.DRAWN] += wanted.size
-                else:
+                elif self.sampler.needs(wanted.shape) <= ring.capacity:  # else refused
                     self.pace.starve(ring.words, written)
         if batch is None:
             wanted.tried = state
