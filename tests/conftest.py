@@ -20,7 +20,7 @@ from swath.testing import CountingEnv
 
 torch.set_num_threads(1)
 if torch.cuda.is_available():
-    torch.cuda.init()  # the driver keeps descriptors; which test uses it first is no test's fault
+    torch.zeros(1, device="cuda")  # the driver keeps descriptors for whoever uses it first
 # On a machine with many cores torch would keep a process that compiles beside this one.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

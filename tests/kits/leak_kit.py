@@ -30,13 +30,20 @@ class Everything:
     def left(self) -> list[str]:
         """Return what is there now and was not there before."""
         threads = set(threading.enumerate()) - self.threads
-        found = [f"process {pid}: {command(int(pid))}" for pid in _children() - self.children]
+        found = [f"process {pid}: {name}" for pid, name in self._new_processes()]
         found += [f"thread {one.name}" for one in threads if one.is_alive() and _is_ours(one)]
         found += [f"/dev/shm/{name}" for name in _shared_memory() - self.shared]
         # Imports on first use may keep a file open; a leak per env or batch shows as many.
         if _descriptors() > self.descriptors + 3:
             found.append(f"{_descriptors() - self.descriptors} file descriptors")
         return found
+
+    def _new_processes(self) -> list[tuple[str, str]]:
+        pairs = [(pid, command(int(pid))) for pid in _children() - self.children]
+        # Python keeps one such process, for whatever library was the first to need it.
+        return [
+            (pid, name) for pid, name in pairs if "multiprocessing.resource_tracker" not in name
+        ]
 
     def patience(self, left: list[str]) -> float:
         """Return for how many seconds a test may be waited for."""
