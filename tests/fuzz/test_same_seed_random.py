@@ -41,6 +41,9 @@ def drawn(number: int) -> cases_kit.Case:
         "time_limit": None if "max_frames_per_traj" in options else r.choice([None, 3]),
         "others": r.sample(_KINDS[1:], 2) + r.sample(["sync", "async", "one"], 1),
     }
+    if "async" in envs["others"] and {"set_truncated", "reset_at_each_iter"} & set(options):
+        # Who of several workers makes the last, shorter rollout is a matter of who comes first.
+        options.pop("total_frames", None)
     policy = r.choice(["none", "function", "module", "recurrent"])
     return cases_kit.Case("Collector", envs, policy, options, [("next", 4)], number)
 
