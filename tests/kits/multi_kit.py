@@ -160,7 +160,12 @@ def each_once(whole, others) -> int:
             part = batch[ids == one]
             assert rows(part)[:, 2].tolist() == list(range(part.numel())), "a hole"
             assert part["next", "done"][:, 0].tolist() == [False] * (part.numel() - 1) + [True]
-    seen = [tuple(row) for batch in [*whole, *others] for row in rows(batch).tolist()]
+    seen = [
+        tuple(row)
+        for batch in [*whole, *others]
+        if batch is not None  # nothing was left
+        for row in rows(batch).tolist()
+    ]
     assert len(set(seen)) == len(seen), "a frame came twice"
     return len(seen)
 
