@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: the tables of docs/devices.md, and all samples as JSON."""
+"""`python -m bench.gpu`: the GPU tables of docs/benchmarks.md, and all samples as JSON."""
 
 from __future__ import annotations
 

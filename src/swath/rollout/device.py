@@ -9,7 +9,7 @@
 
 A graph writes where it was recorded to write, so it has one static slab, and each rollout is copied
 from there in one piece: a graph for each slab would have to be recorded again whenever a user keeps
-a batch. docs/devices.md has what the copy costs.
+a batch. docs/benchmarks.md has what the copy costs.
 """
 
 from __future__ import annotations
