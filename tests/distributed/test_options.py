@@ -135,9 +135,10 @@ def test_bad_input_is_refused_at_construction(extra, message):
 
 
 def test_options_for_machines_are_refused_elsewhere():
-    for kind, makers in ((Collector, CountingEnv), (MultiAsyncCollector, [CountingEnv])):
-        with pytest.raises(UsageError, match=r"no option 'backend': it is for the collectors of"):
-            kind(makers, frames_per_batch=10, backend="gloo")
+    with pytest.raises(UsageError, match=r"no option 'backend': it is for the collectors of"):
+        MultiAsyncCollector([CountingEnv], frames_per_batch=10, backend="gloo")
+    with pytest.raises(UsageError, match=r"no option 'launcher': it is for the collectors of"):
+        Collector(CountingEnv, frames_per_batch=10, launcher="mp")
 
 
 def test_a_port_that_is_taken():

@@ -172,10 +172,12 @@ class BaseCollector(abc.ABC):
 
     def _publishes_now(self) -> bool:
         """Tell whether weights are to be published before the next batch."""
-        interval = (
-            1 if self.options.update_at_each_batch else self.options.max_weight_update_interval
-        )
+        interval = self.options.publishes_every or self._publishes_every()
         return 0 < interval and self._batches > 0 and self._batches % interval == 0
+
+    def _publishes_every(self) -> int:
+        """Return after how many batches weights are published if nothing is said of it."""
+        return 0
 
     def _rollout(self) -> Any:
         left = self._frames_left()
@@ -255,7 +257,7 @@ class BaseCollector(abc.ABC):
         buffer = self.options.replay_buffer
         if buffer is None:
             raise UsageError("start() collects into a replay buffer; pass replay_buffer=.")
-        if self.options.update_at_each_batch or self.options.max_weight_update_interval != -1:
+        if self.options.publishes_every > 0:
             raise UsageError(
                 "weights cannot be published in the background, where your optimizer may be in the "
                 "middle of a step; call update_policy_weights_() yourself between steps."

@@ -60,12 +60,13 @@ class CrewedCollector(BaseCollector):
     """Workers that come, fail, are replaced and go; subclasses say what they do."""
 
     _scope: Scope = "workers"
-    _without: tuple[str, ...] = ()
+    _without: Mapping[str, str] = {}
+    """Options that make no sense here, and why."""
     _refreshes = False
     """New weights are taken between any two forward passes."""
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        parsed = Options.parse(type(self).__name__, options, self._scope, self._without)
+        parsed = Options.parse(type(self), options, self._scope, self._without)
         parsed.check_policy(policy)
         self._policy, self._version = policy, 0
         sources = sources_of(create_env_fn, parsed.num_workers)
@@ -133,7 +134,7 @@ class CrewedCollector(BaseCollector):
     def _check_publishing(self) -> None:
         """Refuse to publish at each batch what only the workers have."""
         options = self.options
-        automatic = options.update_at_each_batch or options.max_weight_update_interval > 0
+        automatic = options.publishes_every > 0
         # What factories make is known only now: that may be functions, which have no weights.
         if automatic and self._policy is None and self._forms.weights.shapes:
             name = "update_at_each_batch"

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import swath
-from swath.collectors.options import Options, mappings_of
+from swath.collectors.options import Options
+from swath.collectors.values import mappings_of
 from swath.envs import is_env
 from swath.errors import UsageError
 from swath.links import pack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from swath.workers.messages import Died, Failed, Rolled
 
 __all__ = ["AsyncCollector", "MultiAsyncCollector"]
 
+_SYNC = "it is for MultiSyncCollector"
 _AHEAD = 2
 """Rollouts of one worker that are ordered or wait to be delivered: it fills one meanwhile."""
 
@@ -60,7 +62,11 @@ class MultiAsyncCollector(MultiCollector):
         200
     """
 
-    _without: tuple[str, ...] = ("cat_results", "preemptive_threshold", "collect_ahead")
+    _without: Mapping[str, str] = {
+        "cat_results": f"a batch is of one worker, so there is nothing to put together; {_SYNC}",
+        "preemptive_threshold": f"a batch is of one worker, and nobody waits; {_SYNC}",
+        "collect_ahead": f"its workers go on while you train anyway; {_SYNC}",
+    }
     _refreshes = True
     _batches_are = "batches of one worker each"
 
@@ -229,7 +235,10 @@ class AsyncCollector(MultiAsyncCollector):
         [torch.Size([50]), torch.Size([50])]
     """
 
-    _without = (*MultiAsyncCollector._without, "num_workers")
+    _without: Mapping[str, str] = {
+        **MultiAsyncCollector._without,
+        "num_workers": "it has one worker; it is for MultiAsyncCollector",
+    }
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         super().__init__([create_env_fn], policy, **options)

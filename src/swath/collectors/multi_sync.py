@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +69,9 @@ class MultiSyncCollector(MultiCollector):
         torch.Size([2, 50])
     """
 
-    _without = ("max_lag",)
+    _without: Mapping[str, str] = {
+        "max_lag": "rollouts begin with the newest weights anyway; it is for MultiAsyncCollector"
+    }
     _batches_are = "batches of all workers"
 
     def _start(self) -> None:

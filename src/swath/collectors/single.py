@@ -15,6 +15,7 @@ from swath.collectors.base import BaseCollector
 from swath.collectors.options import Options
 from swath.collectors.setup import Setup, fields_in_words, weights_in_words
 from swath.collectors.turns import between_batches
+from swath.collectors.values import Count
 from swath.envs import as_group, parted
 from swath.errors import UsageError
 from swath.links import pack, unpack
@@ -46,7 +47,7 @@ class Collector(BaseCollector):
     """
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        parsed = Options.parse(type(self).__name__, options)
+        parsed = Options.parse(type(self), options)
         parsed.check_policy(policy)
         if not isinstance(parsed.frames_per_batch, int):
             raise UsageError("frames_per_batch as a list is for collectors with workers.")
@@ -252,9 +253,8 @@ def steps_for(frames: int, num_envs: int) -> int:
 
 def checked_seed(seed: Any) -> int:
     """Return a seed that is one."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise UsageError(f"seed must be an int of at least 0; got {seed!r}.")
-    return seed
+    count: int = Count(0).read("seed", seed)
+    return count
 
 
 def plan_of(options: Options, steps: int, worker: int | None = None) -> Plan:

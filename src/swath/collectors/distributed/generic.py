@@ -58,7 +58,7 @@ class DistributedCollector(PairedCollector):
         if self._world is not None:
             if self._world.rank:
                 self._world.serve()
-        given = Options.parse(type(self).__name__, options, self._scope, self._without)
+        given = Options.parse(type(self), options, self._scope, self._without)
         if self._world is not None and not isinstance(create_env_fn, (list, tuple)):
             each = given.num_workers_per_collector
             options.setdefault("num_workers", max(1, (self._world.size - 1) // each))
@@ -110,7 +110,10 @@ class DistributedCollector(PairedCollector):
 
 
 class DistributedSyncCollector(DistributedCollector):
-    """`DistributedCollector` with `sync=True`.
+    """`DistributedCollector` with `sync=True`, which publishes the weights after every batch.
+
+    `max_weight_update_interval` says how often instead; -1 leaves it to you, as it is left where
+    only `policy_factory` is given and while `start()` collects in the background.
 
     Args:
         create_env_fn: As for `DistributedCollector`.
@@ -119,6 +122,10 @@ class DistributedSyncCollector(DistributedCollector):
     """
 
     _defaults: Mapping[str, Any] = {"sync": True}
+
+    def _publishes_every(self) -> int:
+        there = self._module() is not None or not self._forms.weights.shapes
+        return 0 if self._in_background() or not there else 1
 
 
 class RPCCollector(DistributedCollector):

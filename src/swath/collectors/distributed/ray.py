@@ -14,8 +14,9 @@ from typing import Any
 
 from swath.collectors.distributed.paired import PairedCollector
 from swath.collectors.jobs import check_entries, node_options, sources_of
-from swath.collectors.options import Options, mappings_of
+from swath.collectors.options import Options
 from swath.collectors.turns import between_batches
+from swath.collectors.values import Count, mappings_of
 from swath.errors import UsageError
 from swath.links.cluster import enter, leave, needed, needs_of
 from swath.workers.place import Place
@@ -30,6 +31,7 @@ _MOST = 1e14
 _RESTARTS = 3
 """For each actor, unless the user says how many in all."""
 _REPLACED = "swath replaces actors itself; see on_worker_failure and max_restarts of the collector"
+_COUNT = Count(1)
 _STRATEGY = "give scheduling_strategy=PlacementGroupSchedulingStrategy(...) instead"
 _OURS = {
     "name": "a name is for one actor, and these options are for each that is ever started",
@@ -80,7 +82,7 @@ class RayCollector(PairedCollector):
         needed()
         inner = options.get("collector_kwargs")
         options = {**self._defaults, **node_options(options)}
-        given = Options.parse(type(self).__name__, options, "ray", self._without)
+        given = Options.parse(type(self), options, "ray", self._without)
         given.check_policy(policy)
         self._configs, self._each = _configs(given), given.num_workers_per_collector
         makers, self._follows = _makers(given, create_env_fn)
@@ -116,7 +118,7 @@ class RayCollector(PairedCollector):
             num_collectors: How many; each has `num_workers_per_collector` actors.
         """
         self._check_open()
-        self._add(_counted(num_collectors))
+        self._add(_COUNT.read("num_collectors", num_collectors))
 
     @between_batches
     def remove_collectors(self, num_collectors: int, timeout: float = 5.0) -> None:
@@ -129,7 +131,8 @@ class RayCollector(PairedCollector):
             timeout: Seconds that each has to close its envs.
         """
         self._check_open()
-        count, there = _counted(num_collectors), self.num_workers // self._each
+        count = _COUNT.read("num_collectors", num_collectors)
+        there = self.num_workers // self._each
         if count >= there:
             raise UsageError(
                 f"remove_collectors({count}) would leave none of {there}; shutdown() ends them all."
@@ -241,9 +244,3 @@ def _check_amount(name: str, value: Any) -> None:
         raise UsageError(
             f"'num_gpus' in remote_configs must be whole, or less than 1; got {value!r}."
         )
-
-
-def _counted(number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise UsageError(f"the number of collectors must be an int of at least 1; got {number!r}.")
-    return number

@@ -1,0 +1,374 @@
+"""The table of TorchRL: what people who come from there write, and what becomes of it here.
+
+What is there for their sake alone stands here and nowhere else; how a row works is in
+`translation.py`. What swath itself means by a name belongs to `Options` or to the collectors.
+`scripts/torchrl_table.py` writes the rows into docs/guide/torchrl.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from swath.collectors.translation import ANY, Given, Option, Row, Variable
+
+__all__ = ["ROWS"]
+
+# -- translations ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _VersionAtRoot:
+    """Writes the version of each frame where TorchRL's `PolicyVersion` has it, then goes on."""
+
+    then: Callable[[Any], Any] | None
+
+    def __call__(self, batch: TensorDictBase) -> Any:
+        version = batch["collector", "policy_version"]
+        batch["policy_version"] = version
+        batch["next", "policy_version"] = version.clone()
+        return batch if self.then is None else self.then(batch)
+
+
+@dataclass(frozen=True)
+class _WithoutIds:
+    """Leaves the ids of trajectories out of a batch, then goes on."""
+
+    then: Callable[[Any], Any] | None
+
+    def __call__(self, batch: TensorDictBase) -> Any:
+        batch = batch.exclude(("collector", "traj_ids"))
+        return batch if self.then is None else self.then(batch)
+
+
+def _without_warmup(value: Given, given: Given) -> Given:
+    return {"compile_policy": {name: one for name, one in value.items() if name != "warmup"}}
+
+
+def _on_a_gpu(value: Given, given: Given) -> Given:
+    return {"cudagraph_policy": torch.cuda.is_available()}
+
+
+# -- tests of values ------------------------------------------------------------------------------
+
+
+def _is_mapping(value: Any, given: Given) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _has_warmup(value: Any, given: Given) -> bool:
+    return isinstance(value, Mapping) and "warmup" in value
+
+
+def _beside_sub_threads(value: Any, given: Given) -> bool:
+    return given.get("num_sub_threads") is not None
+
+
+def _of_the_policy_alone(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and set(value) <= {"policy"})
+
+
+def _is_collector(value: Any) -> bool:
+    return getattr(value, "__name__", value) in (None, "single", "Collector", "SyncDataCollector")
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+_LOCAL = ("workers",)
+_MACHINES = ("cluster", "ray")
+_OPENS = (
+    "it is Collector itself that opens another collector; make a MultiSyncCollector, a "
+    "MultiAsyncCollector or one of swath.collectors.distributed."
+)
+_PUBLISHES = (
+    "swath publishes weights itself: call update_policy_weights_(weights), or give "
+    "update_at_each_batch=True."
+)
+
+_SAME = """
+    create_env_kwargs collector_kwargs compact_obs device env_device exploration_type
+    frames_per_batch init_fn init_random_frames launcher max_frames_per_traj num_workers
+    num_workers_per_collector policy_device policy_factory post_collect_hook postproc
+    pre_collect_hook preemptive_threshold ray_init_config remote_configs replay_buffer
+    reset_at_each_iter reset_when_done set_truncated slurm_kwargs split_trajs storing_device
+    tcp_port tensorpipe_options total_frames traj_format trajs_per_batch update_at_each_batch
+    visible_devices
+"""
+
+_OPTIONS: tuple[Row, ...] = (
+    *(Row(name=name, kind="option") for name in _SAME.split()),
+    Option(
+        name="auto_register_policy_transforms",
+        nothing=ANY,
+        says="The recurrent state of a policy is carried, whatever transforms the env has.",
+    ),
+    Option(
+        name="extend_buffer",
+        nothing=ANY,
+        says="A batch is always written to the replay buffer whole.",
+    ),
+    Option(
+        name="interruptor",
+        nothing=(None,),
+        says="a collector interrupts its workers itself; see preemptive_threshold.",
+        tried=("an interruptor",),
+    ),
+    Option(
+        name="local_init_rb",
+        nothing=ANY,
+        says="The replay buffer lives in your process, and is prepared by the first batch.",
+    ),
+    Option(name="no_cuda_sync", nothing=ANY, says="swath waits where it has to, and only there."),
+    Option(name="replay_buffer_chunk", nothing=ANY, says="Batches are written whole."),
+    Option(
+        name="return_same_td",
+        nothing=(False, None),
+        says="a batch never changes after it is delivered, so each is another TensorDict; leave "
+        "it out.",
+        tried=(True,),
+    ),
+    Option(
+        name="track_policy_version",
+        nothing=(False, None),
+        when=lambda value, given: not isinstance(value, bool),
+        says='the version of each frame is in ("collector", "policy_version"), always; True '
+        "writes it at the root, too.",
+        tried=("a PolicyVersion",),
+    ),
+    Option(
+        name="track_policy_version",
+        nothing=(False, None),
+        outcome="translated",
+        into=lambda value, given: {"postproc": _VersionAtRoot(given.get("postproc"))},
+        says='`("collector", "policy_version")` is always there; with `True` it stands under '
+        '`"policy_version"` and `("next", "policy_version")`, too.',
+        tried=(True,),
+    ),
+    Option(
+        name="track_traj_ids",
+        nothing=(True, None),
+        outcome="translated",
+        into=lambda value, given: {"postproc": _WithoutIds(given.get("postproc"))},
+        says='With `False`, `("collector", "traj_ids")` is left out of what is delivered.',
+        tried=(False,),
+    ),
+    Option(name="trajs_per_write", nothing=ANY, says="How many are written at once is nobody's."),
+    Option(
+        name="trust_policy",
+        nothing=ANY,
+        says="A policy is recognised by what it takes and returns.",
+    ),
+    Option(
+        name="use_buffers", nothing=ANY, says="Rollouts are written once, to memory that is kept."
+    ),
+    Option(
+        name="weight_recv_schemes",
+        nothing=(None,),
+        says="swath's workers get weights from their collector alone.",
+        tried=({"policy": "a scheme"},),
+    ),
+    Option(
+        name="weight_sync_schemes",
+        nothing=_of_the_policy_alone,
+        says="swath publishes the weights of the policy, without a scheme; change other models in "
+        "the workers by map_fn.",
+        tried=({"critic": "a scheme"},),
+    ),
+    Option(name="weight_updater", nothing=(None,), says=_PUBLISHES, tried=("an updater",)),
+    Option(
+        name="worker_idx", nothing=ANY, says="It is kept as an attribute; swath counts by itself."
+    ),
+    # -- other values ---------------------------------------------------------------------------
+    Option(
+        name="compile_policy",
+        outcome="translated",
+        when=_has_warmup,
+        into=_without_warmup,
+        says="`warmup` among the arguments has no effect: how often the policy is called before "
+        "is swath's.",
+        tried=({"warmup": 1, "backend": "eager"},),
+    ),
+    Option(
+        name="cudagraph_policy",
+        outcome="translated",
+        when=_is_mapping,
+        into=_on_a_gpu,
+        says="A mapping means `True` where there is a GPU, and has no effect elsewhere.",
+        tried=({"warmup": 10},),
+    ),
+    Option(
+        name="num_sub_threads",
+        outcome="translated",
+        scopes=_LOCAL,
+        nothing=(None,),
+        alias_of="num_threads",
+        says="Threads of torch in each worker.",
+        tried=(1,),
+    ),
+    Option(
+        name="num_threads",
+        scopes=_LOCAL,
+        when=_beside_sub_threads,
+        nothing=ANY,
+        says="Beside `num_sub_threads` it means threads of your process, which swath leaves "
+        "alone; without, threads of each worker.",
+    ),
+    Option(
+        name="collector_class",
+        scopes=_LOCAL,
+        nothing=_is_collector,
+        says="each worker runs swath's own loop; for what yours does, see init_fn, postproc and "
+        "map_fn, or subclass this collector.",
+        tried=(dict,),
+    ),
+    Option(
+        name="cat_results",
+        owners=("MultiAsyncCollector",),
+        nothing=("stack", None),
+        says="a batch is of one worker, so there is nothing to put together; leave it out.",
+        tried=(0,),
+    ),
+    Option(
+        name="preemptive_threshold",
+        owners=("MultiAsyncCollector",),
+        nothing=ANY,
+        says="A batch is of one worker, and nobody waits for the others.",
+    ),
+    Option(
+        name="sync",
+        scopes=_LOCAL,
+        owners=("MultiSyncCollector",),
+        nothing=(True, None),
+        says="its batches are of all workers; MultiAsyncCollector is the other one.",
+        tried=(False,),
+    ),
+    Option(
+        name="sync",
+        scopes=_LOCAL,
+        owners=("MultiAsyncCollector",),
+        nothing=(False, None),
+        says="its batches are of one worker each; MultiSyncCollector is the other one.",
+        tried=(True,),
+    ),
+    Option(
+        name="backend",
+        outcome="translated",
+        owners=("RPCCollector",),
+        into=lambda value, given: {"backend": "rpc"},
+        says="It is torch.distributed.rpc, whatever is given.",
+        tried=("gloo",),
+    ),
+    Option(
+        name="use_env_creator",
+        scopes=("ray",),
+        nothing=ANY,
+        says="Makers travel as they are.",
+    ),
+    # -- the front door of Collector ------------------------------------------------------------
+    Option(name="backend", scopes=("inline",), nothing=(None, "direct"), says=_OPENS),
+    Option(name="backend_options", scopes=("inline",), nothing=(None, {}), says=_OPENS),
+    Option(name="num_collectors", scopes=("inline",), nothing=(None, 1), says=_OPENS),
+    Option(name="sync", scopes=("inline",), nothing=(None,), says=_OPENS),
+    # -- other names ----------------------------------------------------------------------------
+    Option(
+        name="exploration_mode",
+        outcome="translated",
+        alias_of="exploration_type",
+        tried=("mode",),
+    ),
+    Option(name="devices", outcome="translated", alias_of="device", tried=("cpu",)),
+    Option(name="passing_devices", outcome="translated", alias_of="storing_device", tried=("cpu",)),
+    Option(name="storing_devices", outcome="translated", alias_of="storing_device", tried=("cpu",)),
+    Option(
+        name="update_after_each_batch",
+        outcome="translated",
+        alias_of="update_at_each_batch",
+        tried=(True,),
+    ),
+    Option(
+        name="update_interval",
+        outcome="translated",
+        scopes=_MACHINES,
+        alias_of="max_weight_update_interval",
+        says="DistributedSyncCollector publishes after every batch if nothing is said.",
+        tried=(2,),
+    ),
+    Option(
+        name="pin_memory",
+        outcome="refused",
+        nothing=(None, False),
+        says="batches on the CPU are views of shared memory; move them with "
+        "batch.pin_memory().to(device), or give storing_device.",
+        tried=(True,),
+    ),
+)
+
+_VARIABLES: tuple[Row, ...] = (
+    Variable(
+        name="TCP_PORT",
+        outcome="same",
+        option="tcp_port",
+        scopes=("cluster",),
+        says="The port that workers dial, where `tcp_port` is not given.",
+    ),
+    Variable(
+        name="MAX_IDLE_COUNT",
+        outcome="no effect",
+        says="No worker idles; see `worker_timeout`.",
+    ),
+    Variable(
+        name="RCP_IDLE_TIMEOUT",
+        outcome="no effect",
+        says="See `link_timeout` and `launch_timeout`.",
+    ),
+    Variable(
+        name="TORCHRL_WEIGHT_SYNC_TIMEOUT",
+        outcome="no effect",
+        says="Publishing waits for nobody; `update_policy_weights_(wait=True)` watches workers.",
+    ),
+)
+
+
+def _no_such(name: str, says: str) -> Row:
+    return Row(name=name, kind="name", outcome="refused", says=says)
+
+
+_NAMES: tuple[Row, ...] = (
+    _no_such(
+        "AsyncBatchedCollector",
+        "for envs that step at their own pace under one policy on a GPU, write "
+        'Collector(ParallelEnv(n, make), policy, policy_device="cuda"), or a MultiAsyncCollector.',
+    ),
+    *(
+        _no_such(
+            name,
+            "to evaluate, make a second collector: Collector(env, policy, "
+            'exploration_type="deterministic", trajs_per_batch=n, frames_per_batch=m).',
+        )
+        for name in ("Evaluator", "RayEvalWorker")
+    ),
+    _no_such(
+        "ProfileConfig",
+        'put torch.profiler.profile() around the iteration; stats()["time"] says where the time '
+        "of the workers goes.",
+    ),
+    *(
+        _no_such(name, _PUBLISHES)
+        for name in (
+            "DistributedWeightUpdater",
+            "MultiProcessedWeightUpdater",
+            "RPCWeightUpdater",
+            "RayWeightUpdater",
+            "RemoteModuleWeightUpdater",
+            "VanillaWeightUpdater",
+            "WeightUpdaterBase",
+        )
+    ),
+)
+
+ROWS: tuple[Row, ...] = (*_OPTIONS, *_VARIABLES, *_NAMES)
+"""All rows; of several of one option, the first that is about a collector and a value holds."""
