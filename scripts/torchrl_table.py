@@ -1,6 +1,6 @@
 """Write the table of TorchRL's names into the page for those who come from there.
 
-python scripts/torchrl_table.py          # writes docs/guide/torchrl.md
+python scripts/torchrl_table.py          # writes docs/coming-from/torchrl.md
 python scripts/torchrl_table.py --check  # only says whether the page is as the table is
 """
 
@@ -14,7 +14,7 @@ from swath.collectors.translation import ANY, Option, Row
 
 __all__ = ["PAGE", "in_step", "rendered"]
 
-PAGE = Path(__file__).parents[1] / "docs" / "guide" / "torchrl.md"
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from" / "torchrl.md"
 _BEGIN, _END = "<!-- table: {} -->\n", "<!-- end of table -->\n"
 _HEADS = {
     "option": "Options",

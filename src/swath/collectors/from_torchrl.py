@@ -2,7 +2,7 @@
 
 What is there for their sake alone stands here and nowhere else; how a row works is in
 `translation.py`. What swath itself means by a name belongs to `Options` or to the collectors.
-`scripts/torchrl_table.py` writes the rows into docs/guide/torchrl.md.
+`scripts/torchrl_table.py` writes the rows into docs/coming-from/torchrl.md.
 """
 
 from __future__ import annotations

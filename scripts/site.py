@@ -1,0 +1,107 @@
+"""What mkdocs does beside rendering: tables made from the code, prompts, and llms.txt."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import MISSING, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from swath.collectors.options import Options
+
+SCOPES = {
+    ("inline", "workers", "cluster", "ray"): "all",
+    ("workers", "cluster", "ray"): "with workers",
+    ("cluster", "ray"): "`DistributedCollector`, `RPCCollector`, `RayCollector`",
+    ("cluster",): "`DistributedCollector`, `RPCCollector`",
+    ("ray",): "`RayCollector`",
+}
+"""Which collectors an option is for, by its scopes; see `swath.collectors.options`."""
+
+
+def texts_of(kind: type) -> dict[str, str]:
+    """Return the text below each attribute of a class, on one line."""
+    body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    found = {}
+    for line, below in pairwise(body):
+        text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(line, ast.AnnAssign) and text:
+            found[line.target.id] = " ".join(below.value.value.split())  # type: ignore[union-attr]
+    return found
+
+
+def options_table() -> str:
+    """Return all options of all collectors as a table."""
+    texts = texts_of(Options)
+    lines = ["| option | default | which collectors | what it does |", "|---|---|---|---|"]
+    for field in fields(Options):
+        scopes = tuple(field.metadata.get("scopes", ("inline", "workers", "cluster", "ray")))
+        which = SCOPES.get(scopes, ", ".join(scopes))
+        text = texts[field.name].replace("|", "\\|")
+        lines.append(f"| `{field.name}` | {_default(field)} | {which} | {text} |")
+    return "\n".join(lines)
+
+
+def _default(field: Any) -> str:
+    if field.default is MISSING or field.name == "frames_per_batch":
+        return "required"
+    name = getattr(field.default, "name", None)  # of an enum
+    return f"`{name.lower()!r}`" if name else f"`{field.default!r}`"
+
+
+TABLES = {"<!-- table of options -->": options_table}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put in the tables; show examples with prompts as what they are."""
+    for mark, table in TABLES.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, table())
+    return re.sub(r"```python\n(?=>>> )", "```pycon\n", markdown)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write llms.txt, a list of all pages, and llms-full.txt, their text."""
+    docs, site = Path(config["docs_dir"]), Path(config["site_dir"])
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
+    whole = []
+    for section, pages in sections(config["nav"]):
+        lines += [f"## {section}", ""]
+        for path in pages:
+            markdown = on_page_markdown((docs / path).read_text())
+            title, first = opening(markdown)
+            url = config["site_url"] + re.sub(r"(index)?\.md$", "", path)
+            lines.append(f"- [{title}]({url.rstrip('/')}/): {first}")
+            whole.append(markdown)
+        lines.append("")
+    (site / "llms.txt").write_text("\n".join(lines))
+    (site / "llms-full.txt").write_text("\n\n".join(whole))
+
+
+def sections(nav: list[Any]) -> list[tuple[str, list[str]]]:
+    """Return the sections of the navigation with the paths of their pages."""
+    found: list[tuple[str, list[str]]] = [("Start", [])]
+    for entry in nav:
+        value = entry if isinstance(entry, str) else next(iter(entry.values()))
+        if isinstance(value, str):
+            found[0][1].append(value)
+        else:
+            paths = [e if isinstance(e, str) else next(iter(e.values())) for e in value]
+            found.append((next(iter(entry)), paths))
+    return found
+
+
+def opening(markdown: str) -> tuple[str, str]:
+    """Return the title of a page and its first sentence."""
+    title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
+    rest = markdown[title.end() :] if title else markdown
+    for block in re.split(r"\n\s*\n", rest):
+        text = " ".join(block.split())
+        if text and text[0] not in "`|#<!:>[-*":
+            sentence = re.match(r".+?\.(?= |$)", text)
+            plain = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", sentence.group() if sentence else text)
+            return (title.group(1) if title else ""), plain.rstrip(":").replace("**", "")
+    return (title.group(1) if title else ""), ""

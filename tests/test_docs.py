@@ -1,0 +1,164 @@
+"""The pages of the site: programs that run as printed, links, and tables made from the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from swath.collectors import Options
+from swath.collectors.base import BaseCollector
+from swath.data.replay import ReplayBuffer
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+NEEDS = {"atari.md": ("ale_py", "cv2"), "mujoco.md": ("mujoco",), "logging.md": ("tensorboard",)}
+CLUSTER = {"clusters.md", "distributed.md", "ray.md"}
+NOT_RUN = "<!-- not run"
+BLOCK = re.compile(rf"({NOT_RUN}[^\n]*-->\n+)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def _pages(*folders: str) -> list[Path]:
+    found = [DOCS / "getting-started.md"]
+    for folder in folders:
+        found += [page for page in sorted((DOCS / folder).glob("*.md")) if page.stem != "index"]
+    return found
+
+
+def _marked(pages):
+    return [
+        pytest.param(
+            page, id=page.stem, marks=[pytest.mark.cluster] if page.name in CLUSTER else []
+        )
+        for page in pages
+    ]
+
+
+def _blocks(page: Path) -> list[str]:
+    """The programs of a page, shortened; those with prompts are run as doctests."""
+    codes = [code for not_run, code in BLOCK.findall(page.read_text()) if not not_run]
+    codes = [code for code in codes if not code.startswith(">>>")]
+    return [re.sub(r"total_frames=([\d_]+)", _fewer, code) for code in codes]
+
+
+def _fewer(found: re.Match[str]) -> str:
+    return f"total_frames={min(int(found[1]), 2_048)}"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Run programs as a script would, in a folder of their own, and leave nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {"__name__": "__main__"}
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    environment = dict(os.environ)
+
+    def run(code: str, page: Path) -> dict:
+        exec(compile(code, str(page), "exec"), scope)
+        return scope
+
+    yield run
+    for value in scope.values():
+        if isinstance(value, BaseCollector):
+            value.shutdown()
+        elif isinstance(value, ReplayBuffer):
+            value.close()
+    torch.set_num_threads(threads)
+    torch.set_rng_state(random)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("page", _marked(_pages("recipes", "coming-from")))
+def test_programs_of_a_page_run_one_after_the_other(page, script):
+    for name in NEEDS.get(page.name, ()):
+        pytest.importorskip(name)
+    blocks = _blocks(page)
+    assert blocks, f"{page} has no program"
+    for code in blocks:
+        script(code, page)
+
+
+GUIDE = [
+    *(f"guide/{name}.md" for name in ("envs", "policies", "batches", "processes", "replay")),
+    *(f"guide/{name}.md" for name in ("state", "failures", "datasets")),
+    *("devices.md", "distributed.md", "ray.md"),
+]
+
+
+@pytest.mark.parametrize("page", _marked([DOCS / name for name in GUIDE]))
+def test_a_guide_page_opens_with_a_program_that_runs(page, script):
+    text = page.read_text()
+    first = BLOCK.search(text)
+    assert first, f"{page} has no program"
+    assert text[: first.start()].count("\n") <= 16, "it opens the page"
+    if not first[2].startswith(">>>"):  # else it is run as a doctest
+        script(re.sub(r"total_frames=([\d_]+)", _fewer, first[2]), page)
+
+
+def test_links_of_pages_outside_of_the_site_lead_to_files():
+    for page in (*ROOT.glob("*.md"), ROOT / "bench" / "README.md"):
+        for link in re.findall(r"(?:\]\(|srcset=\"|src=\")([^)\"#]+)", page.read_text()):
+            if "://" not in link and not link.startswith("mailto:"):
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_page_has_a_card_on_the_home_page_or_on_that_of_its_section():
+    home = (DOCS / "index.md").read_text()
+    for name in re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()):
+        overview = (DOCS / name).parent / "index.md"
+        near = overview.read_text() if overview.exists() else ""
+        assert f"({name})" in home or f"({Path(name).name})" in near or name == "index.md", name
+
+
+def _site():
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_options_has_all_of_them_with_their_text_and_collectors():
+    site = _site()
+    table = site.options_table().splitlines()[2:]
+    assert len(table) == len(fields(Options))
+    for row, field in zip(table, fields(Options), strict=True):
+        name, _, which, text = re.split(r"(?<!\\) \| ", row.strip("| "), maxsplit=3)
+        assert name == f"`{field.name}`"
+        assert which in site.SCOPES.values(), f"{field.name} is for {which}"
+        assert text.endswith("."), f"{field.name} has no sentence"
+    page = site.on_page_markdown((DOCS / "reference" / "options.md").read_text())
+    assert "\n| `frames_per_batch` | required | all | " in page
+
+
+def test_examples_with_prompts_are_shown_as_such():
+    shown = _site().on_page_markdown("```python\n>>> 1\n1\n```\n\n```python\nx = 1\n```")
+    assert shown == "```pycon\n>>> 1\n1\n```\n\n```python\nx = 1\n```"
+
+
+def test_llms_txt_lists_every_page_with_its_first_sentence(tmp_path):
+    site = _site()
+    nav = [{"Home": "index.md"}, {"Guide": [{"Envs": "guide/envs.md"}, "faq.md"]}]
+    config = {"nav": nav, "docs_dir": DOCS, "site_dir": tmp_path, "site_url": "https://x.y/"}
+    site.on_post_build({**config, "site_name": "swath", "site_description": "It collects."})
+    text = (tmp_path / "llms.txt").read_text()
+    assert text.startswith("# swath\n\n> It collects.\n")
+    assert "](https://x.y/guide/envs/): " in text
+    assert "- [Questions](https://x.y/faq/): It runs a policy in environments" in text
+    assert "# Questions" in (tmp_path / "llms-full.txt").read_text()
+
+
+def test_words_that_people_search_for_are_somewhere():
+    text = " ".join(page.read_text().lower() for page in DOCS.rglob("*.md"))
+    for word in (
+        *("atari", "mujoco", "n-step", "evaluat", "video", "wandb", "tensorboard", "normalis"),
+        *("checkpoint", "jupyter", "pettingzoo", "multi-agent", "minigrid", "action mask"),
+        *("cleanrl", "troubleshoot", "windows", "macos", "frame stack"),
+    ):
+        assert word in text, word
