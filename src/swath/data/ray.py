@@ -1,12 +1,13 @@
 """A replay buffer in a Ray actor: collectors write and trainers sample, from any process.
 
 ```
- collector's actor --one block--> Keeper (an actor): ReplayBuffer --one block--> trainer
+ collector's actor --arrays--> Keeper (an actor): ReplayBuffer --arrays--> trainer
 ```
 
-A batch travels as one numpy array, with where each key is in it; no tensor is pickled. Writers and
-readers have threads of their own in the actor, so who waits for the other side does not hinder it,
-and all other calls have theirs, so that they get in however many wait.
+A batch travels as one numpy array of bytes per key, which goes into Ray's store and out of it
+as it is; no tensor is pickled. Writers and readers have threads of their own in the actor, so who
+waits for the other side does not hinder it, and all other calls have theirs, so that they get in
+however many wait.
 """
 
 from __future__ import annotations
@@ -37,41 +38,31 @@ __all__ = ["RayReplayBuffer"]
 
 _THREADS = {"write": 16, "read": 16, "control": 4}
 _LOOK_EVERY = 0.1
-_ALIGNMENT = 64
-Flat = tuple[np.ndarray, dict[Any, tuple[Any, ...]], tuple[int, ...]]
+Flat = tuple[dict[Any, tuple[np.ndarray, tuple[Any, ...]]], tuple[int, ...]]
 
 
 def flatten(batch: TensorDictBase) -> Flat:
-    """Return a batch as one block, where its keys are in it, and its batch size.
+    """Return the batch's tensors as bytes with their forms, and its batch size.
 
-    A batch of views on a slab goes as it is; of any other the values are copied.
+    A tensor that is all of its storage, as those of a delivered batch are, goes as it is; of any
+    other the values are copied.
     """
-    leaves = {key: value.detach().cpu() for key, value in batch.items(True, True)}
-    storages = {value.untyped_storage().data_ptr(): value for value in leaves.values()}
-    if len(storages) == 1:
-        storage = next(iter(storages.values())).untyped_storage()
-        block = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        placed = leaves
-    else:
-        sizes = [-(-v.numel() * v.itemsize // _ALIGNMENT) * _ALIGNMENT for v in leaves.values()]
-        block, start, placed = np.empty(sum(sizes), np.uint8), 0, {}
-        for (key, value), size in zip(leaves.items(), sizes, strict=True):
-            room = torch.from_numpy(block)[start : start + value.numel() * value.itemsize]
-            placed[key] = room.view(value.dtype).view(value.shape).copy_(value)
-            start += size
-    about = {
-        key: (value.dtype, value.shape, value.stride(), value.storage_offset())
-        for key, value in placed.items()
-    }
-    return block, about, tuple(batch.batch_size)
+    flat = {}
+    for key, value in batch.items(True, True):
+        whole = value.detach().cpu()
+        if whole.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
+            whole = whole.clone(memory_format=torch.contiguous_format)
+        storage, form = whole.untyped_storage(), (whole.dtype, whole.shape, whole.stride())
+        flat[key] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy(), form
+    return flat, tuple(batch.batch_size)
 
 
-def unflatten(block: np.ndarray, about: Mapping[Any, tuple[Any, ...]], size: Any) -> TensorDict:
-    """Return the batch in a block, as views on it."""
-    storage = torch.from_numpy(writable(block)).untyped_storage()
+def unflatten(flat: Mapping[Any, tuple[np.ndarray, tuple[Any, ...]]], size: Any) -> TensorDict:
+    """Return the batch whose tensors these bytes are, as views on them."""
     batch = TensorDict({}, size)
-    for key, (dtype, shape, stride, offset) in about.items():
-        batch.set(key, torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride))
+    for key, (block, (dtype, shape, stride)) in flat.items():
+        storage = torch.from_numpy(writable(block)).untyped_storage()
+        batch.set(key, torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride))
     return batch
 
 
@@ -274,8 +265,9 @@ class RayReplayBuffer:
 
     def sample(self, batch_size: int | None = None) -> TensorDict:
         """Return frames drawn by the sampler; waits until there are some."""
-        block, about, size = self._ask("read", "sample", batch_size)
-        return unflatten(block.copy(), about, size)  # Ray's memory is read-only
+        flat, size = self._ask("read", "sample", batch_size)
+        # Ray's memory is read-only.
+        return unflatten({key: (block.copy(), form) for key, (block, form) in flat.items()}, size)
 
     @contextlib.contextmanager
     def unpaced(self) -> Iterator[None]:

@@ -278,8 +278,10 @@ class RayPort(Inbox):
 
 def writable(block: np.ndarray) -> np.ndarray:
     """Return the same memory as torch wants it; it is Ray's and must only be read."""
-    if block.flags.writeable or not block.nbytes:
+    if block.flags.writeable:
         return block
+    if not block.nbytes:
+        return block.copy()
     pointer: Any = (ctypes.c_uint8 * block.nbytes).from_address(block.ctypes.data)
     pointer.owner = block
     return np.frombuffer(pointer, np.uint8)

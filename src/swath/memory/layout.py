@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,16 @@ import torch
 from swath.errors import UsageError
 from swath.tree import Key, key_name
 
-__all__ = ["ALIGNMENT", "Field", "Layout", "MemoryOrder", "Place", "numpy_dtype", "torch_dtype"]
+__all__ = [
+    "ALIGNMENT",
+    "Field",
+    "Layout",
+    "MemoryOrder",
+    "Place",
+    "View",
+    "numpy_dtype",
+    "torch_dtype",
+]
 
 ALIGNMENT = 64  # a cache line; also enough for every vector instruction
 
@@ -91,6 +100,36 @@ class Place:
     rows: int
 
 
+class View(NamedTuple):
+    """One field as a tensor on a block; strides and offset are in bytes."""
+
+    key: Key
+    dtype: torch.dtype
+    numpy_dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, place: Place, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
+        """Return a place in this form; `strides` counts elements."""
+        dtype = place.field.dtype
+        apart = tuple(stride * dtype.itemsize for stride in strides)
+        return cls(place.field.key, dtype, numpy_dtype(dtype), shape, apart, place.offset)
+
+    def of_array(self, block: np.ndarray) -> torch.Tensor:
+        """Return a tensor on a flat uint8 array. Its storage is its own and spans it alone."""
+        array = np.ndarray(self.shape, self.numpy_dtype, block, self.offset, self.strides)
+        tensor = torch.from_numpy(array)
+        return tensor if tensor.dtype is self.dtype else tensor.view(self.dtype)
+
+    def of_tensor(self, block: torch.Tensor) -> torch.Tensor:
+        """Return a view on a flat uint8 tensor, whose storage it shares."""
+        size = self.dtype.itemsize
+        strides = [stride // size for stride in self.strides]
+        return block.view(self.dtype).as_strided(self.shape, strides, self.offset // size)
+
+
 class Layout:
     """The fields of a rollout of `steps` steps of `envs` envs, placed in one block.
 
@@ -128,31 +167,25 @@ class Layout:
 
     def tensors(self, block: torch.Tensor) -> dict[Key, torch.Tensor]:
         """Return all fields of a flat uint8 tensor as views `[rows, N, *shape]`."""
-        views = [(p, *self._form(p)) for p in self.places.values()]
-        return _strided(block, [(p, shape, strides) for p, shape, strides in views])
+        places = self.places.values()
+        return {p.field.key: View.of(p, *self._form(p)).of_tensor(block) for p in places}
 
-    def batch(
-        self, block: torch.Tensor, steps: int, lead: tuple[int, ...]
-    ) -> dict[Key, torch.Tensor]:
-        """Return the delivered fields as views `[*lead, steps, *shape]`.
+    @lru_cache(maxsize=8)  # noqa: B019 - a layout lives as long as its collector
+    def batch(self, steps: int, lead: tuple[int, ...]) -> tuple[View, ...]:
+        """Return where the delivered fields stand as `[*lead, steps, *shape]`.
 
         Args:
-            block: A flat uint8 tensor.
             steps: How many steps.
             lead: How the envs are arranged: their product is the number of envs, `()` for one.
         """
-        return _strided(block, self._batch_views(steps, lead))
-
-    @lru_cache(maxsize=8)  # noqa: B019 - a layout lives as long as its collector
-    def _batch_views(self, steps: int, lead: tuple[int, ...]) -> list[_View]:
         assert math.prod(lead) == self.envs
-        views: list[_View] = []
+        views = []
         for place in self.places.values():
             if place.field.delivered:
                 (_, _, *shape), (row, env, *strides) = self._form(place)
                 apart = [env * math.prod(lead[i + 1 :]) for i in range(len(lead))]
-                views.append((place, (*lead, steps, *shape), (*apart, row, *strides)))
-        return views
+                views.append(View.of(place, (*lead, steps, *shape), (*apart, row, *strides)))
+        return tuple(views)
 
     def _form(self, place: Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and strides (in elements) of the view `[rows, N, *shape]`."""
@@ -161,20 +194,3 @@ class Layout:
         one = math.prod(shape)
         leading = (self.envs * one, one) if self.order == "time" else (one, place.rows * one)
         return (place.rows, self.envs, *shape), (*leading, *inner)
-
-
-_View = tuple[Place, tuple[int, ...], tuple[int, ...]]
-
-
-def _strided(block: torch.Tensor, views: list[_View]) -> dict[Key, torch.Tensor]:
-    """Return one strided view per place; one torch call each, since it runs for every batch."""
-    typed: dict[torch.dtype, torch.Tensor] = {}
-    out = {}
-    for place, shape, strides in views:
-        dtype = place.field.dtype
-        if dtype not in typed:
-            typed[dtype] = block.view(dtype)
-        out[place.field.key] = typed[dtype].as_strided(
-            shape, strides, place.offset // dtype.itemsize
-        )
-    return out

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from swath.memory.layout import ALIGNMENT, Layout
+from swath.memory.layout import ALIGNMENT, Layout, View
 from swath.tree import Key, nest
 
 __all__ = [
@@ -63,10 +63,13 @@ class Memory(Protocol):
     lease: weakref.ref[Any]
     """What is dead once no tensor views the block any more that was lent last."""
 
-    def lend(self, on_return: Callable[[Any], object]) -> torch.Tensor:
-        """Return the block as uint8 tensor; call `on_return` with the lease at its end.
+    def lend(self, views: Sequence[View], on_return: Callable[[Any], object]) -> list[torch.Tensor]:
+        """Return tensors on the block; call `on_return` with the lease when the last is gone.
 
-        It should be no Python code: Ctrl-C in there would be lost.
+        Each tensor has a storage of its own, as tensors that were made apart have: whoever saves
+        one, pickles it or sends it to a process writes that one and not the block, and torch
+        saves no two dtypes on one storage. `on_return` should be no Python code: Ctrl-C in there
+        would be lost.
         """
         ...
 
@@ -82,13 +85,15 @@ class _ArrayMemory:
         """The block as torch sees it."""
         return torch.from_numpy(self.array)
 
-    def lend(self, on_return: Callable[[Any], object]) -> torch.Tensor:
-        """Return the block as a tensor; see `Memory.lend`."""
-        # A tensor made from a numpy array keeps that very array object alive until the storage is
-        # freed, so the death of this window is the death of the last tensor that views it.
-        window = self.array.view()
+    def lend(self, views: Sequence[View], on_return: Callable[[Any], object]) -> list[torch.Tensor]:
+        """Return tensors on the block; see `Memory.lend`."""
+        # A tensor made from a numpy array keeps that very array object alive until its storage is
+        # freed, and the array keeps this window. So the death of the window is the death of the
+        # last tensor. The window stands on a memoryview, since arrays that are made on an array
+        # of an array would keep the latter and not the window.
+        window = np.frombuffer(self.array.data, np.uint8)
         self.lease = weakref.ref(window, on_return)
-        return torch.from_numpy(window)
+        return [view.of_array(window) for view in views]
 
 
 class HeapMemory(_ArrayMemory):
@@ -115,13 +120,14 @@ class DeviceMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-    def lend(self, on_return: Callable[[Any], object]) -> torch.Tensor:
-        """Return the block as a tensor; see `Memory.lend`."""
-        # A second storage on the same memory. Its Python object stays for as long as any tensor
-        # views it, so its death is that of the last one.
+    def lend(self, views: Sequence[View], on_return: Callable[[Any], object]) -> list[torch.Tensor]:
+        """Return tensors on the block; see `Memory.lend`."""
+        # DLPack makes a second storage on the same memory, which keeps the first. The Python
+        # object of this window stays for as long as any of the tensors, so its death is that of
+        # the last one.
         window = from_dlpack(to_dlpack(self.block))
         self.lease = weakref.ref(window.untyped_storage(), on_return)
-        return window
+        return [from_dlpack(to_dlpack(view.of_tensor(window))) for view in views]
 
 
 def memory_on(device: torch.device, nbytes: int) -> Memory:
@@ -221,10 +227,16 @@ class Slab:
     def lend(
         self, steps: int, lead: tuple[int, ...], on_return: Callable[[Any], object]
     ) -> TensorDict:
-        """Return the first `steps` steps as a batch of views `[*lead, steps]`; see `Layout`."""
-        views = self.layout.batch(self.memory.lend(on_return), steps, lead)
+        """Return the first `steps` steps as a batch of views `[*lead, steps]`; see `Layout`.
+
+        Each of its tensors has a storage of its own.
+        """
+        views = self.layout.batch(steps, lead)
+        tensors = zip(views, self.memory.lend(views, on_return), strict=True)
         names = [*[None] * len(lead), "time"]
-        return TensorDict(nest(views), [*lead, steps], names=names)
+        return TensorDict(
+            nest({view.key: tensor for view, tensor in tensors}), [*lead, steps], names=names
+        )
 
     def view(self, steps: int, lead: tuple[int, ...]) -> TensorDict:
         """Return the same of this part, to be used before it is written again; nothing is lent."""

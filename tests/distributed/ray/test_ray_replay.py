@@ -28,17 +28,19 @@ from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 
 
-def test_a_batch_of_views_goes_as_one_block_and_comes_back_the_same():
+def test_a_delivered_batch_goes_uncopied_and_any_batch_comes_back_the_same():
     with Collector(SerialEnv(3, CountingEnv), frames_per_batch=30) as collector:
         batch = collector.next()
-        block, about, size = flatten(batch)
-        assert block.ctypes.data == batch["observation"].untyped_storage().data_ptr()
+        for key, (block, _) in flatten(batch)[0].items():
+            assert block.ctypes.data == batch[key].data_ptr()
         other = TensorDict({"a": torch.rand(3), "b": {"c": torch.ones(3, 2, dtype=torch.uint8)}}, 3)
-        for one in (batch, other):
-            block, about, size = flatten(one)
-            read_only = block.copy()
-            read_only.flags.writeable = False
-            again = unflatten(read_only, about, size)
+        for one in (batch, batch[1:, 2:5], other, other.expand(2, 3), batch[:0]):
+            flat, size = flatten(one)
+            assert sum(block.nbytes for block, _ in flat.values()) == one.bytes()
+            read_only = {key: (block.copy(), form) for key, (block, form) in flat.items()}
+            for block, _ in read_only.values():
+                block.flags.writeable = False
+            again = unflatten(read_only, size)
             assert again.batch_size == one.batch_size
             assert (again == one).all()
             assert set(again.keys(True, True)) == set(one.keys(True, True))
