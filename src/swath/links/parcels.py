@@ -7,6 +7,7 @@ import inspect
 import io
 import itertools
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,14 @@ import cloudpickle
 
 from swath.errors import SwathError, UsageError
 
-__all__ = ["RemoteTraceback", "pack", "pack_error", "shortened", "unpack", "unpack_error"]
+__all__ = [
+    "RemoteTraceback",
+    "pack",
+    "pack_error",
+    "shortened",
+    "unpack",
+    "unpack_error",
+]
 
 _MOST_BYTES = 64 << 20
 """Of an exception with all that it holds; there may be observations in it."""
@@ -27,6 +35,7 @@ unpack = cloudpickle.loads
 
 def pack(thing: Any, name: str) -> bytes:
     """Return an object as bytes; an error names the part of it that cannot travel."""
+    _send_script_by_value()
     error = _refusal(thing)
     if error is None:
         return cloudpickle.dumps(thing)
@@ -45,6 +54,17 @@ def pack(thing: Any, name: str) -> bytes:
         f"pickled ({type(error).__name__}: {error}). Make it inside the worker, in the callable "
         "that makes the env or in policy_factory."
     ) from error
+
+
+def _send_script_by_value() -> None:
+    """Let functions and classes of the script travel by value in a process it has spawned, too.
+
+    There multiprocessing has run the script as a module `__mp_main__`, which workers do not have.
+    cloudpickle knows only `__main__` as a module that is nowhere else.
+    """
+    script = sys.modules.get("__mp_main__")
+    if script is not None and script.__name__ == "__mp_main__":  # else it is `__main__` itself
+        cloudpickle.register_pickle_by_value(script)
 
 
 def _refusal(thing: Any) -> Exception | None:
@@ -140,6 +160,7 @@ def _packed(error: BaseException) -> tuple[bytes, str]:
 
 def _dumped(error: BaseException) -> bytes:
     target = _Bounded()
+    _send_script_by_value()
     cloudpickle.dump(error, target)
     parcel = target.getvalue()
     unpack(parcel)  # some pickle, but do not come back
