@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 from dataclasses import MISSING, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from swath.collectors.documented import texts
 from swath.collectors.options import Options
 
 SCOPES = {
@@ -22,25 +20,15 @@ SCOPES = {
 """Which collectors an option is for, by its scopes; see `swath.collectors.options`."""
 
 
-def texts_of(kind: type) -> dict[str, str]:
-    """Return the text below each attribute of a class, on one line."""
-    body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
-    found = {}
-    for line, below in pairwise(body):
-        text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if isinstance(line, ast.AnnAssign) and text:
-            found[line.target.id] = " ".join(below.value.value.split())  # type: ignore[union-attr]
-    return found
-
-
 def options_table() -> str:
     """Return all options of all collectors as a table."""
-    texts = texts_of(Options)
     lines = ["| option | default | which collectors | what it does |", "|---|---|---|---|"]
     for field in fields(Options):
         scopes = tuple(field.metadata.get("scopes", ("inline", "workers", "cluster", "ray")))
+        if not scopes:  # nothing that a user gives
+            continue
         which = SCOPES.get(scopes, ", ".join(scopes))
-        text = texts[field.name].replace("|", "\\|")
+        text = texts()[field.name].replace("|", "\\|")
         lines.append(f"| `{field.name}` | {_default(field)} | {which} | {text} |")
     return "\n".join(lines)
 

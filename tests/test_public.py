@@ -23,6 +23,7 @@ from swath.collectors import (
 )
 from swath.collectors.base import BaseCollector
 from swath.collectors.distributed import DistributedCollector
+from swath.collectors.documented import texts
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["collectors", "collectors.utils", "envs", "policies", "data", "testing", "errors"]
@@ -61,6 +62,25 @@ def test_help_shows_all_options_with_their_defaults():
         own = [f.name for f in fields if scope in f.metadata.get("scopes", [scope])]
         assert parameters == ["create_env_fn", "policy", *own]
     assert len(own) > len(inspect.signature(Collector).parameters)
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, DistributedCollector])
+def test_help_has_the_text_of_every_option_and_the_rest_of_the_docstring(kind):
+    text = inspect.getdoc(kind)
+    for name in list(inspect.signature(kind).parameters)[2:]:
+        assert texts()[name].endswith("."), f"{name} has no sentence"
+        assert f"    {name}: " in text
+    assert "The first n frames use random actions; `(" in text
+    assert "**options" not in text
+    assert text.index("Args:") < text.index("frames_per_batch:") < text.index("Examples:")
+
+
+def test_a_subclass_without_a_docstring_has_none():
+    class Own(DistributedCollector):
+        pass
+
+    assert Own.__doc__ is None
+    assert "sync" in inspect.signature(Own).parameters
 
 
 def test_nothing_optional_is_imported_before_it_is_used():

@@ -11,9 +11,9 @@ from typing import Any
 from tensordict import TensorDict
 
 from swath.collectors.base import STORED
+from swath.collectors.documented import document
 from swath.collectors.jobs import each_of
 from swath.collectors.multi import MultiCollector
-from swath.collectors.options import Options
 from swath.collectors.single import steps_for
 from swath.memory import Layout, Slab, SlabPool
 from swath.rollout import Filled, Transfer, lend
@@ -245,4 +245,4 @@ class AsyncCollector(MultiAsyncCollector):
 
 
 for _kind in (MultiAsyncCollector, AsyncCollector):
-    _kind.__signature__ = Options.signature("workers")  # type: ignore[attr-defined]
+    document(_kind, "workers")

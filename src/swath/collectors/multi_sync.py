@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict
 
 from swath.collectors.base import STORED
+from swath.collectors.documented import document
 from swath.collectors.jobs import each_of
 from swath.collectors.multi import MultiCollector
-from swath.collectors.options import Options
 from swath.collectors.single import steps_for
 from swath.errors import UsageError
 from swath.memory import Layout, Slab, SlabPool
@@ -327,4 +327,4 @@ class MultiSyncCollector(MultiCollector):
         return super()._broken()
 
 
-MultiSyncCollector.__signature__ = Options.signature("workers")  # type: ignore[attr-defined]
+document(MultiSyncCollector, "workers")

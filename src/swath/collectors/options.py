@@ -96,160 +96,172 @@ def _option(default: Any, takes: Kind, scopes: tuple[Scope, ...] | None = None) 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a collection is to be like."""
+    """The options of all collectors; each is a keyword argument."""
 
     frames_per_batch: int | Sequence[int] = _option(
         MISSING, Count(1, "frames over all envs in a batch", each=True)
     )
-    """Frames in one batch, over all envs; rounded up, with a warning, to a multiple of the envs. A
-    list gives each worker its own number."""
+    """Frames in one batch, over all envs. It is rounded up to a multiple of the envs, with a
+    warning. A list gives each worker its own number."""
     total_frames: int = _option(-1, Count(1, "or -1 to collect for ever", negative=-1))
-    """Frames to collect in all; the last batch is cut to meet it. -1 never ends."""
+    """Frames to collect in all, rounded up to one step of all envs; the last batch is cut to reach
+    it exactly. -1 collects for ever."""
     max_frames_per_traj: int | None = _option(None, Count(1, "or None", zero=None, negative=None))
-    """A trajectory that reaches this length is truncated and its env reset."""
+    """Trajectories of this length are truncated, and their env is reset."""
     init_random_frames: int = _option(0, Count(0, negative=0))
-    """So many frames, exactly, get a random action first; `("collector", "random")` says which."""
+    """The first n frames use random actions; `("collector", "random")` marks them."""
     reset_at_each_iter: bool = _option(False, Flag())
-    """Start each batch with new episodes; the open ones are marked truncated."""
+    """Start each batch with new episodes; those that were still running are marked truncated."""
     reset_when_done: bool = _option(True, Flag())
-    """If False, an env that ended stays ended; its later rows are masked."""
+    """If False, an env plays one episode and then rests; its later rows are masked."""
     split_trajs: bool = _option(False, Flag())
-    """Deliver `[trajectories, T_max]`, zero padded, with `("collector", "mask")`."""
+    """Split each batch into trajectories: `[trajectories, T_max]`, padded with zeros, with
+    `("collector", "mask")`."""
     trajs_per_batch: int | None = _option(None, Count(1, "or None"))
-    """Deliver exactly so many whole trajectories per batch, in order of completion."""
+    """Deliver exactly this many whole trajectories per batch, in the order in which they end."""
     traj_format: Literal["padded", "cat"] = _option("padded", Choice(("padded", "cat")))
-    """Form of whole trajectories: `[n, T_max]` with mask, or `[sum T]`."""
+    """Shape of whole trajectories: "padded" is `[n, T_max]` with a mask, "cat" is `[sum T]`."""
     exploration_type: InteractionType | str = _option(InteractionType.RANDOM, Exploration())
-    """How probabilistic policies choose: random, mode, median, mean or deterministic."""
+    """How probabilistic policies choose an action: "random", "mode", "median", "mean" or
+    "deterministic"."""
     set_truncated: bool = _option(False, Flag())
-    """Mark the last step of each batch as truncated, though the episode goes on in the next; with
-    `trajs_per_batch` only beside `reset_at_each_iter`, where it does not go on."""
+    """Mark the last step of each batch as truncated, though the episode continues in the next
+    batch. With `trajs_per_batch` it needs `reset_at_each_iter`, where the episode does end."""
     compact_obs: bool = _option(False, Flag())
-    """Do not store next observations twice; see `swath.collectors.utils.restore_next`."""
+    """Leave next observations out of batches, which halves them;
+    `swath.collectors.utils.restore_next` puts them back."""
     memory_order: MemoryOrder = _option("time", Choice(("time", "batch")))
-    """Order in memory: "time" (`[T, N]`, a step is contiguous) or "batch" (`[N, T]`)."""
+    """Order in memory: "time" stores `[T, N]`, so that a step is contiguous; "batch" stores `[N,
+    T]`."""
     postproc: Callable[[Any], Any] | None = _option(None, Function())
     """Called with each batch; what it returns is delivered."""
     pre_collect_hook: Callable[[], Any] | None = _option(None, Function())
-    """Called before each rollout."""
+    """Called without arguments before each rollout."""
     post_collect_hook: Callable[[Any], Any] | None = _option(None, Function())
-    """Called with each batch before it is delivered."""
+    """Called with each batch before it is delivered; what it returns is ignored."""
     replay_buffer: Any = _option(None, Sink())
-    """Anything with `extend`: batches go there, and iteration yields None."""
+    """Write batches to this buffer (any object with `extend`); iteration then yields None."""
     policy_factory: Callable[[], Any] | None = _option(None, Function(each=True))
-    """Makes the policy; instead of `policy`."""
+    """A function that makes the policy, instead of `policy`. Workers each call it."""
     env_groups: int = _option(1, Count(1))
-    """Let so many groups of envs take turns: one steps while a GPU computes the actions of another.
-    A batch stays as it is."""
+    """Split the envs into this many groups that take turns: one group steps while a GPU computes
+    the actions of another. Batches do not change."""
     compile_policy: bool | Mapping[str, Any] = _option(False, Whatever())
-    """Run the policy through `torch.compile`; a mapping holds its keyword arguments."""
+    """Compile the policy with `torch.compile`; a mapping holds its keyword arguments."""
     cudagraph: bool | Literal["auto"] = _option("auto", Choice((True, False, "auto")))
-    """Run a whole rollout of torch-native envs on a GPU as one CUDA graph: where it can be and the
-    policy is a module ("auto"), or else be refused (True)."""
+    """Run whole rollouts of torch-native envs on a GPU as one CUDA graph. "auto" does so where it
+    is possible and the policy is a module; True raises an error where it is not possible."""
     cudagraph_policy: bool = _option(False, Flag())
-    """Run the policy of envs on the CPU as a CUDA graph; needs a policy on a CUDA device."""
+    """Run the policy as a CUDA graph, for envs on the CPU with a policy on a CUDA device."""
     update_at_each_batch: bool = _option(False, Flag())
-    """Publish the weights between two batches, when you ask for the next, as
-    `update_policy_weights_()` does."""
+    """Call `update_policy_weights_()` before each batch but the first."""
     device: Where | Sequence[Where] = _option(None, Device())
-    """Sets the three below where they are not given. A list, here and there, is for workers."""
+    """The default of `env_device`, `policy_device` and `storing_device`. A list gives each worker
+    its own device; so it does in the other three."""
     env_device: Where | Sequence[Where] = _option(None, Device())
-    """Where torch-native envs live; those of gymnasium live on the CPU."""
+    """Device of torch-native envs. Gymnasium envs are always on the CPU."""
     policy_device: Where | Sequence[Where] = _option(None, Device())
-    """Where the policy lives; where its weights are, by default. Elsewhere it is a copy that gets
-    its weights by `update_policy_weights_`."""
+    """Device of the policy; by default the one that its weights are on. On another device it is a
+    copy, which `update_policy_weights_` brings up to date."""
     storing_device: Where | Sequence[Where] = _option(None, Device())
-    """Where batches are delivered; beside envs and policy if they live together, by default."""
+    """Device of batches; by default that of envs and policy if they share one, else the CPU."""
     create_env_kwargs: Mapping[str, Any] | None = _option(None, Whatever())
-    """Keyword arguments for the callable that makes the env."""
+    """Keyword arguments for the function that makes the env."""
     seed: int | None = _option(None, Count(0, "or None"))
-    """Seeds envs, random actions and the policy's draws; see `set_seed`."""
+    """Seed of envs, random actions and the random numbers that the policy draws."""
     progress: bool = _option(False, Flag())
-    """Show a progress bar."""
+    """Show progress: frames, speed and returns."""
     num_workers: int | None = _option(None, Count(1, "or None"), _WORKERS)
-    """How many workers; one for each entry of `create_env_fn` by default, or one per core."""
+    """Number of workers; by default one for each entry of `create_env_fn`, or one for each core."""
     cat_results: Literal["stack", 0, -1] = _option("stack", Choice(("stack", 0, 1, -1)), _WORKERS)
-    """How a batch of all workers is put together: `[W, N, T]`, `[W * N, T]` or `[N, W * T]`."""
+    """Shape of a batch of W workers: "stack" is `[W, N, T]`, 0 is `[W * N, T]`, -1 is `[N, W *
+    T]`."""
     preemptive_threshold: float | None = _option(None, Real(1.0, above=False), _WORKERS)
-    """Deliver once this share of the workers is done; what the others lack is masked."""
+    """Deliver the batch once this share of the workers is done; rows that the others lack are
+    masked."""
     collect_ahead: bool = _option(False, Flag(), _WORKERS)
-    """Collect the next batch while you use this one: the policy lags by one version."""
+    """Collect the next batch while you train on this one. The policy then lags by one version."""
     max_lag: int | None = _option(None, Count(0, "or None"), _WORKERS)
-    """Hold workers back so that no batch is older than this when it is delivered, in versions, if
-    you publish once per batch."""
+    """Hold workers back so that no batch is more than this many versions old when it is delivered,
+    if you publish once per batch."""
     num_threads: int = _option(1, Count(1), _WORKERS)
-    """Threads of torch in each worker."""
+    """Number of torch threads in each worker."""
     init_fn: Callable[[], Any] | None = _option(None, Function(), _WORKERS)
-    """Called first in each worker."""
+    """Called without arguments first in each worker."""
     on_worker_failure: Literal["raise", "restart"] = _option(
         "raise", Choice(("raise", "restart")), _WORKERS
     )
-    """What happens when a worker fails or is killed."""
+    """What to do when a worker fails or is killed: "raise" an error, or "restart" the worker."""
     max_restarts: int = _option(3, Count(0), _WORKERS)
-    """So many restarts at most, over all workers."""
+    """Restart workers at most this many times in total."""
     worker_timeout: float | None = _option(None, Real(_LONGEST), _WORKERS)
-    """Kill a worker that needs more seconds than this for one rollout."""
+    """Kill a worker that needs more than this many seconds for one rollout."""
     sync: bool = _option(False, Flag(), _MACHINES)
-    """A batch holds rollouts of all workers; if not, of the one that is done first."""
+    """True: a batch holds rollouts of all workers. False: a batch is a rollout of the worker that
+    is done first."""
     collector_class: str | type = _option("single", Whatever(), _MACHINES)
-    """"single": a node runs one worker; "sync" or "async": `num_workers_per_collector` of them."""
+    """Workers of a node: "single" for one, "sync" or "async" for `num_workers_per_collector`."""
     num_workers_per_collector: int = _option(1, Count(1), _MACHINES)
-    """Worker processes on each node; each makes the envs of its node's maker."""
+    """Number of worker processes on each node; each makes its own envs."""
     collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _option(
         None, Whatever(), _MACHINES
     )
-    """Further options, or one mapping of such for each node."""
+    """More options as a mapping, or a list with one mapping for each node."""
     max_weight_update_interval: int | None = _option(
         None, Count(1, "or -1: never", zero=1, negative=-1), _MACHINES
     )
     """Publish the weights after every so many batches; -1 leaves it to you, as does None but for
     `DistributedSyncCollector`, which publishes after each."""
     launch_timeout: float | None = _option(None, Real(_LONGEST), _MACHINES)
-    """Give up when a worker has not come within so many seconds."""
+    """Raise an error if a worker has not connected after this many seconds."""
     backend: str = _option("gloo", Whatever(), _CLUSTER)
-    """What slabs and weights travel over: "gloo", "nccl", "mpi" or "rpc"."""
+    """What rollouts and weights are sent with: "gloo", "nccl", "mpi" or "rpc"."""
     launcher: str | None = _option(None, Whatever(), _CLUSTER)
-    """"mp": processes of this machine; "submitit": jobs; "submitit_delayed": see
-    `submitit_delayed_launcher`; "wait": those who run `python -m swath.workers.join`. By default
-    ranks of the world that this process was started in by `torchrun` or `mpirun`, if there is one,
-    else "mp"."""
+    """How workers are started: "mp" as processes of this machine, "submitit" as jobs,
+    "submitit_delayed" by `submitit_delayed_launcher`, "wait" by hand with `python -m
+    swath.workers.join`. By default they are the other ranks if this process was started by
+    `torchrun` or `mpirun`, else "mp"."""
     slurm_kwargs: Mapping[str, Any] | None = _option(None, Whatever(), _CLUSTER)
-    """Parameters of submitit: `slurm_partition`, `timeout_min` (a day) and so on; its files go to
-    `folder`, which all nodes see; `cluster="local"` for processes instead of Slurm."""
+    """Parameters of submitit, such as `slurm_partition` and `timeout_min` (a day by default). Its
+    files go to `folder`, which all nodes must see. `cluster="local"` starts processes instead of
+    jobs."""
     host: str | None = _option(None, Text(), _CLUSTER)
-    """The address of this machine that workers dial; loopback, or the node's in a Slurm job."""
+    """Address of this machine that workers connect to; by default loopback, or that of the node in
+    a Slurm job."""
     tcp_port: int = _option(0, Port(0, "0 for any that is free", 65535), _CLUSTER)
-    """The port that workers dial; 0 for any that is free."""
+    """Port that workers connect to; 0 for any that is free."""
     link_timeout: float = _option(60.0, Real(_LONGEST), _CLUSTER)
-    """Seconds after which a host that does not answer, or a transfer that stands, is given up."""
+    """Give up on a host that does not answer, or a transfer that has stalled, after this many
+    seconds."""
     secret: str | None = _option(None, Text(), _CLUSTER)
-    """What workers must know to be let in; by default the environment variable SWATH_SECRET, or
-    one that nobody can guess."""
+    """Secret that workers must know to connect; by default the environment variable SWATH_SECRET,
+    or a random one."""
     visible_devices: Sequence[Any] | None = _option(None, Whatever(), _CLUSTER)
     """CUDA devices of each worker, with backend="rpc"."""
     tensorpipe_options: Mapping[str, Any] | None = _option(None, Whatever(), _CLUSTER)
-    """Further arguments of TensorPipeRpcBackendOptions, with backend="rpc"."""
+    """More arguments of TensorPipeRpcBackendOptions, with backend="rpc"."""
     num_collectors: int | Literal["auto"] | None = _option(
         None, Count(1, 'or "auto"', also=("auto",)), _RAY
     )
-    """How many collectors, each of `num_workers_per_collector` actors; one for each entry of
-    `create_env_fn` by default, else "auto": as many as the cluster has room for, also when that
-    grows, or one actor for each of its CPUs if actors take nothing of it."""
+    """Number of collectors, each with `num_workers_per_collector` actors; by default one for each
+    entry of `create_env_fn`, else "auto": as many as the cluster has room for, also when it grows,
+    or one actor for each CPU if actors reserve no resources."""
     max_collectors: int = _option(64, Count(1), _RAY)
-    """So many collectors at most, with num_collectors="auto"."""
+    """Largest number of collectors with num_collectors="auto"."""
     address: str | None = _option(None, Whatever(), _RAY)
-    """Of the Ray cluster; by default the one that this process is connected to, or that RAY_ADDRESS
-    names, or one on this machine that is started for the collector."""
+    """Address of the Ray cluster. By default it is the one that this process is connected to, or
+    the one that RAY_ADDRESS names, or a new one that is started on this machine."""
     ray_init_config: Mapping[str, Any] | None = _option(None, Whatever(), _RAY)
-    """Further arguments of `ray.init`."""
+    """More arguments of `ray.init`."""
     remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _option(
         None, Whatever(), _RAY
     )
-    """Options of the actors, for all or one for each collector: `num_cpus` (1 by default),
-    `num_gpus`, `memory`, `resources` and whatever else Ray has, but names and restarts."""
+    """Ray options of the actors, for all of them or a list with one entry for each collector:
+    `num_cpus` (1 by default), `num_gpus`, `memory`, `resources` and others, except names and
+    restarts."""
     placement: Literal["pack", "spread"] = _option("pack", Choice(("pack", "spread")), _RAY)
-    """"spread": actors go to different nodes as far as possible; "pack": Ray's own way, which fills
-    nodes up to some point first."""
+    """Where Ray puts actors: "spread" uses different nodes as far as possible, "pack" fills nodes
+    first."""
 
     without_effect: Mapping[str, Any] = field(
         default_factory=dict, compare=False, metadata={"scopes": ()}

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from swath.collectors.base import BaseCollector
+from swath.collectors.documented import document
 from swath.collectors.options import Options
 from swath.collectors.setup import Setup, fields_in_words, weights_in_words
 from swath.collectors.turns import between_batches
@@ -236,7 +237,7 @@ class Collector(BaseCollector):
         }
 
 
-Collector.__signature__ = Options.signature()  # type: ignore[attr-defined]
+document(Collector, "inline")
 
 
 def steps_for(frames: int, num_envs: int) -> int:

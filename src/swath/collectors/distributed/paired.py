@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from swath.collectors.documented import document
 from swath.collectors.jobs import node_options
 from swath.collectors.multi import MultiCollector
 from swath.collectors.multi_async import MultiAsyncCollector
 from swath.collectors.multi_sync import MultiSyncCollector
-from swath.collectors.options import Options
 from swath.errors import UsageError
 
 __all__ = ["PairedCollector"]
@@ -31,7 +31,7 @@ class PairedCollector(MultiCollector):
         if "_deliveries" in vars(cls):  # it is one of them
             return
         if "__init__" not in vars(cls) or cls._deliveries is None:
-            cls.__signature__ = Options.signature(cls._scope)  # type: ignore[attr-defined]
+            document(cls, cls._scope)
         about = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_deliveries": None}
         cls._deliveries = (
             type(cls.__name__, (cls, MultiAsyncCollector), about),
