@@ -31,6 +31,7 @@ from rich.text import Text
 
 import swath
 from swath.errors import DamagedFileError, SwathError, UsageError, nearest
+from swath.system import usable_cpus
 
 if TYPE_CHECKING:
     from swath.collectors import BaseCollector
@@ -133,7 +134,7 @@ def collect(  # noqa: PLR0913 - one parameter per option
     if address is not None and backend is not Backend.ray:
         raise UsageError(f"--address {address} is for --backend ray.")
     if backend is Backend.ray and not workers:
-        workers = min(envs, os.cpu_count() or 1)
+        workers = min(envs, usable_cpus())
     if mode is Mode.asynchronous and not workers:
         raise UsageError("--mode async says how workers deliver; add --workers N.")
     if workers > envs:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import os
 import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 from swath.shield import Shield
+from swath.system import after_fork_in_child
 
 __all__ = ["Helper"]
 
@@ -92,4 +92,4 @@ def _joined(seconds: float) -> bool:
     return not any(thread.is_alive() for thread in list(_alive))
 
 
-os.register_at_fork(after_in_child=_alive.clear)  # a fork has none of them
+after_fork_in_child(_alive.clear)  # a fork has none of them

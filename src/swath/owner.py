@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swath.errors import UsageError
+from swath.system import after_fork_in_child
 
 __all__ = ["Owner", "only_here"]
 
@@ -27,7 +28,7 @@ def _note_fork() -> None:
     _process = os.getpid()
 
 
-os.register_at_fork(after_in_child=_note_fork)
+after_fork_in_child(_note_fork)
 
 
 class Owner:

@@ -36,6 +36,7 @@ from swath.memory import Layout
 from swath.memory.weights import WeightBlock
 from swath.observe import Episodes, Shares
 from swath.rollout import Plan, Transfer
+from swath.system import check_can_start_workers
 from swath.workers.crew import Crew
 from swath.workers.messages import Begin, Built, Died, Failed, Ready, Rolled
 from swath.workers.place import Place
@@ -66,6 +67,7 @@ class CrewedCollector(BaseCollector):
     """New weights are taken between any two forward passes."""
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        check_can_start_workers()
         parsed = Options.parse(type(self), options, self._scope, self._without)
         parsed.check_policy(policy)
         self._policy, self._version = policy, 0

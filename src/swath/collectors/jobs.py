@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from swath.collectors.values import mappings_of
 from swath.envs import is_env
 from swath.errors import UsageError
 from swath.links import pack
+from swath.system import usable_cpus
 from swath.workers.messages import Job, Ready
 
 __all__ = [
@@ -96,7 +96,7 @@ def sources_of(create_env_fn: Any, num_workers: int | None, name: str = "num_wor
             )
         sources = list(create_env_fn)
     else:
-        sources = [create_env_fn] * (num_workers or len(os.sched_getaffinity(0)))
+        sources = [create_env_fn] * (num_workers or usable_cpus())
     for one in _flat(sources):
         if is_env(one) or not (isinstance(one, str) or callable(one)):
             raise UsageError(

@@ -13,25 +13,30 @@ and keep its locks alive. Where the system knows none (macOS), it is POSIX locks
 
 from __future__ import annotations
 
+import enum
 import errno
-import fcntl
 import os
 import struct
 import sys
 import threading
 import weakref
 
-from swath.memory import DESCRIPTORS
+from swath.system import after_fork_in_child, fcntl, open_again
 
-__all__ = ["Locks", "locks_of"]
+__all__ = ["How", "Locks", "locks_of"]
 
 _GET, _SET, _SET_AND_WAIT = 36, 37, 38  # F_OFD_*, which the fcntl module of Python 3.10 lacks
-_KINDS = {
-    fcntl.LOCK_SH: fcntl.F_RDLCK,
-    fcntl.LOCK_EX: fcntl.F_WRLCK,
-    fcntl.LOCK_UN: fcntl.F_UNLCK,
-}
 _TAKEN = (errno.EAGAIN, errno.EACCES)
+_WHOLE = 1 << 62
+"""A byte that stands for the whole file; none is written so far out."""
+
+
+class How(enum.Enum):
+    """What to do with bytes: the names that `fcntl` has for it, of open files and of POSIX."""
+
+    SHARE = "F_RDLCK", "LOCK_SH"
+    OWN = "F_WRLCK", "LOCK_EX"
+    LET_GO = "F_UNLCK", "LOCK_UN"
 
 
 class Locks:
@@ -46,26 +51,53 @@ class Locks:
         self.said: dict[int, int] = {}
         """How many in this process say something."""
         self._own: int | None = None
+        self._described = self._claimed = False
         if descriptor is not None:
+            self._fcntl = fcntl()
             self._described = _has_descriptions(descriptor)
             self._file = _file(descriptor)
-            self._own = _opened_anew(descriptor) if self._described else os.dup(descriptor)
+            self._own = open_again(descriptor) if self._described else os.dup(descriptor)
 
-    def lock(self, how: int, start: int, count: int = 1) -> bool:
-        """Take or give back bytes, `how` as in `fcntl.flock`; False if they are taken."""
+    def lock(self, how: How, start: int, count: int = 1, waits: bool = True) -> bool:
+        """Take bytes or let go of them; False if they are taken, and this does not wait."""
         if self._own is None:
             return True
-        kind, waits = _KINDS[how & ~fcntl.LOCK_NB], not how & fcntl.LOCK_NB
+        system, (kind, flag) = self._fcntl, how.value
         try:
             if self._described:
-                fcntl.fcntl(self._own, _SET_AND_WAIT if waits else _SET, _flock(kind, start, count))
+                about = _flock(getattr(system, kind), start, count)
+                system.fcntl(self._own, _SET_AND_WAIT if waits else _SET, about)
             else:
-                fcntl.lockf(self._own, how, count, start)
+                at_once = 0 if waits else system.LOCK_NB
+                system.lockf(self._own, getattr(system, flag) | at_once, count, start)
         except OSError as error:
             if waits or error.errno not in _TAKEN:
                 raise
             return False
         return True
+
+    def claim_file(self, descriptor: int) -> bool:
+        """Keep other buffers from opening the file; False if one has it open."""
+        if self._described:
+            try:
+                self._fcntl.flock(descriptor, self._fcntl.LOCK_EX | self._fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+        # macOS has `flock` and POSIX locks in one list: the former would keep us out ourselves. A
+        # POSIX lock keeps nobody of this process out, so that is noted.
+        if self._claimed or not self.lock(How.OWN, _WHOLE, waits=False):
+            return False
+        self._claimed = True
+        return True
+
+    def let_go_of_file(self, descriptor: int) -> None:
+        """Let other buffers open the file."""
+        if self._described:
+            self._fcntl.flock(descriptor, self._fcntl.LOCK_UN)
+        elif self._claimed:
+            self.lock(How.LET_GO, _WHOLE)
+            self._claimed = False
 
     def leave_to_parent(self) -> None:
         """In a fork: have a description of our own, on which nothing is locked."""
@@ -76,7 +108,7 @@ class Locks:
         self._own = -1  # of no file: what would lock fails, rather than share its parent's locks
         # A fork that serves workers closes all descriptors, and others get the numbers.
         if _is_open(own, self._file):
-            self._own = _opened_anew(own)
+            self._own = open_again(own)
             os.close(own)
 
     def __del__(self) -> None:
@@ -93,15 +125,12 @@ def _has_descriptions(descriptor: int) -> bool:
     """Tell whether the system has locks of open file descriptions."""
     if sys.platform != "linux":
         return False
+    system = fcntl()
     try:
-        fcntl.fcntl(descriptor, _GET, _flock(fcntl.F_WRLCK, 0, 1))
+        system.fcntl(descriptor, _GET, _flock(system.F_WRLCK, 0, 1))
     except OSError:
         return False
     return True
-
-
-def _opened_anew(descriptor: int) -> int:
-    return os.open(f"{DESCRIPTORS}/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def _file(descriptor: int) -> tuple[int, int]:
@@ -131,4 +160,4 @@ def _in_fork() -> None:
         locks.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_in_fork)
+after_fork_in_child(_in_fork)

@@ -45,6 +45,7 @@ from swath.errors import ClosedError, UsageError, WorkerError
 from swath.links.parcels import pack_error, unpack_error
 from swath.memory import SharedMemory
 from swath.rollout import keys
+from swath.system import check_can_share_files
 from swath.tree import Key, key_name
 
 __all__ = ["ReplayBuffer"]
@@ -157,6 +158,8 @@ class ReplayBuffer:
                 f"storage={self.storage!r} with directory={self._directory}: a directory goes with "
                 "storage='memmap', and only with it."
             )
+        if kind in ("shared", "memmap"):
+            check_can_share_files()
         if self.capacity < 1 or self._pace.min_size > self.capacity:
             raise UsageError(
                 f"capacity={self.capacity} must be at least 1, and min_size="

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from swath.system import free_bytes
+
 __all__ = ["reserve"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -22,8 +24,7 @@ def reserve(directory: Path, sizes: Mapping[Path, int]) -> None:
     """
     missing = {path: size - _room_of(path) for path, size in sizes.items()}
     needed = sum(max(0, size) for size in missing.values())
-    status = os.statvfs(directory.parent)
-    free = status.f_bfree * status.f_frsize
+    free = free_bytes(directory.parent)
     full = (
         f"its files need {needed:,} bytes more on disk, and {free:,} are free; make room, give a "
         "smaller capacity, or name a directory on another disk"
@@ -46,7 +47,10 @@ def reserve(directory: Path, sizes: Mapping[Path, int]) -> None:
 
 
 def _room_of(path: Path) -> int:
-    return os.stat(path).st_blocks * 512 if path.exists() else 0
+    if not path.exists():
+        return 0
+    status = path.stat()
+    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
 
 
 def _allocate(descriptor: int, size: int) -> None:

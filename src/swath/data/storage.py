@@ -22,7 +22,6 @@ lives (`Says`) are shared locks on the bytes after the rows.
 from __future__ import annotations
 
 import enum
-import fcntl
 import math
 import os
 import shutil
@@ -56,7 +55,7 @@ from swath.data.ledger import (
     check_ledger,
     ledger_size,
 )
-from swath.data.locks import Locks, locks_of
+from swath.data.locks import How, Locks, locks_of
 from swath.data.room import reserve
 from swath.errors import UsageError
 from swath.memory import Field, Layout, SharedMemory
@@ -189,7 +188,7 @@ class Ring:
         self.shield.__enter__()
         self._locks.ledger.acquire()
         try:
-            self._locks.lock(fcntl.LOCK_EX, 0)
+            self._locks.lock(How.OWN, 0)
         except BaseException:  # without the lock nothing may be kept of what came before it
             self._locks.ledger.release()
             self.shield.__exit__()
@@ -206,7 +205,7 @@ class Ring:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.words[Word.BUSY] = kind is not None
-        self._locks.lock(fcntl.LOCK_UN, 0)
+        self._locks.lock(How.LET_GO, 0)
         self._locks.ledger.release()
         self.shield.__exit__()
 
@@ -272,14 +271,14 @@ class Ring:
 
     def _own(self, spans: list[Span]) -> bool:
         for start, stop, _ in spans:
-            if not self._locks.lock(fcntl.LOCK_EX | fcntl.LOCK_NB, 1 + start, stop - start):
+            if not self._locks.lock(How.OWN, 1 + start, stop - start, waits=False):
                 self._disown(spans)
                 return False
         return True
 
     def _disown(self, spans: list[Span]) -> None:
         for start, stop, _ in spans:
-            self._locks.lock(fcntl.LOCK_UN, 1 + start, stop - start)
+            self._locks.lock(How.LET_GO, 1 + start, stop - start)
 
     def is_being_written(self) -> bool:
         """Tell whether somebody who lives is writing; what the dead had begun is cleared away."""
@@ -322,7 +321,7 @@ class Ring:
         """Note that so many more in this process say something; the ledger must be held."""
         said = self._locks.said
         said[what] = max(0, said.get(what, 0) + more)  # in a fork, its parent has said it
-        how = fcntl.LOCK_SH if said[what] else fcntl.LOCK_UN
+        how = How.SHARE if said[what] else How.LET_GO
         self._locks.lock(how, 1 + self.capacity + what)
 
     def _is_said(self, what: Says) -> bool:
@@ -330,9 +329,9 @@ class Ring:
         if self._locks.said.get(what) or self.memory is None:
             return bool(self._locks.said.get(what))
         byte = 1 + self.capacity + what
-        free = self._locks.lock(fcntl.LOCK_EX | fcntl.LOCK_NB, byte)
+        free = self._locks.lock(How.OWN, byte, waits=False)
         if free:
-            self._locks.lock(fcntl.LOCK_UN, byte)
+            self._locks.lock(How.LET_GO, byte)
         return not free
 
     # -- what readers ask -----------------------------------------------------------------------
@@ -382,7 +381,7 @@ class Ring:
         """Let another buffer open the directory."""
         descriptor = None if self.memory is None else self.memory.descriptor
         if self.directory is not None and descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            self._locks.let_go_of_file(descriptor)
 
     def told(self) -> bytes:
         """Return the error that was told."""
@@ -497,12 +496,9 @@ def open_ring(capacity: int, directory: Path) -> Ring:
     check_size(ledger, ledger_size(capacity))
     memory = SharedMemory(ledger_size(capacity), os.open(ledger, os.O_RDWR))
     assert memory.descriptor is not None
-    try:
-        fcntl.flock(memory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(
-            f"{directory} is open in another buffer; close that one, or attach to it."
-        ) from None
+    locks = locks_of(memory.descriptor)
+    if not locks.claim_file(memory.descriptor):
+        raise UsageError(f"{directory} is open in another buffer; close that one, or attach to it.")
     check_ledger(ledger, memory.array, capacity)
     reserve(directory, {column.path: column.nbytes(capacity) for column in columns.values()})
     ring = Ring(_mapped(directory), memory.array, memory, directory)

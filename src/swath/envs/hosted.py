@@ -18,7 +18,6 @@ behind the mark: your process reads that then, however long it is.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from swath.links.parcels import pack_error
 from swath.memory import Field, Layout, SharedMemory, Slab, fence
 from swath.rollout import BoundEnvs, CallFailed, EnvGroup
 from swath.rollout.keys import following
+from swath.system import yield_core
 from swath.tree import observation_leaves
 
 __all__ = [
@@ -168,7 +168,7 @@ class _Host:
             for _ in range(spins):
                 if orders[0] != done:
                     break
-                os.sched_yield()  # if anybody else wants this core, it is theirs
+                yield_core()  # if anybody else wants this core, it is theirs
             # A step that is seen needs no bell. To wait for its ring could put this core to sleep,
             # so that is taken later: whoever has nothing to do then looks once more, and sleeps.
             order = orders[0]

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import select
 import warnings
 import weakref
@@ -64,6 +63,7 @@ from swath.memory import SharedMemory, Slab, fence
 from swath.owner import Owner, only_here
 from swath.rollout import CallFailed
 from swath.shield import Shield
+from swath.system import check_can_start_workers, usable_cpus, yield_core
 
 __all__ = ["ParallelEnv"]
 
@@ -114,7 +114,8 @@ class ParallelEnv(Env):
                     f"the env maker is {maker!r}; processes make their own envs, so pass an id or "
                     "a callable that makes an env."
                 )
-        workers = min(num_envs, num_workers or len(os.sched_getaffinity(0)))
+        check_can_start_workers()
+        workers = min(num_envs, num_workers or usable_cpus())
         with in_words(f"a ParallelEnv with {workers} processes cannot be made"):
             super().__init__(ParallelGroup(makers, workers, info_keys))
 
@@ -136,7 +137,7 @@ class ParallelGroup(Group):
         self.ended = self._ended.array.data
         # This process sleeps while those that never spin have its core; the others have one each.
         # A worker of a collector leaves those to its like.
-        cores = 1 if in_worker() else len(os.sched_getaffinity(0))
+        cores = 1 if in_worker() else usable_cpus()
         self.spinning = min(workers, cores - 1)
         self.bells, self.done = [Bell() for _ in range(workers)], (Bell(), Bell())
         """Of each process, and rung when it is done: by those that spin, by those that sleep."""
@@ -435,7 +436,7 @@ class _BoundParallel:
         while min(marks.tolist()) < least:
             if left:
                 left -= 1
-                os.sched_yield()
+                yield_core()
                 continue
             for descriptor, _ in poller.poll():
                 if descriptor == done.fileno():

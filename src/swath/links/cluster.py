@@ -12,6 +12,7 @@ from typing import Any
 
 from swath.errors import UsageError, nearest
 from swath.shield import Shield
+from swath.system import after_fork_in_child, usable_cpus
 
 __all__ = ["enter", "leave", "needed", "needs_of", "no_place", "session"]
 
@@ -76,7 +77,7 @@ def _forget() -> None:
     _ours, _entering = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)
+after_fork_in_child(_forget)
 
 
 def session() -> Any:
@@ -136,7 +137,7 @@ def _begin(ray: Any, given: Mapping[str, Any], cpus: float, limit: float | None)
         ray.init(**options)
         return
     options.setdefault("include_dashboard", False)
-    options.setdefault("num_cpus", max(int(-(-cpus // 1)), os.cpu_count() or 1))
+    options.setdefault("num_cpus", max(int(-(-cpus // 1)), usable_cpus()))
     options.setdefault("object_store_memory", 1 << 30)
     try:
         with Shield():  # what is half started could not be ended

@@ -25,11 +25,14 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+from time import sleep
 
 from swath.links.channel import Channel, close_all
 from swath.preload import COMPILER
+from swath.system import can_fork_workers
 
 __all__ = ["ANSWER", "PLAIN", "REQUEST", "STATUS", "WITH_COMPILER", "serve"]
 
@@ -43,6 +46,8 @@ STATUS = struct.Struct("=q")
 _GIVEN = 4
 """Descriptors with a request: channel, output, errors, and where to tell how the worker ended."""
 _PDEATHSIG = 1
+_LOOK = 1.0
+"""Seconds between two looks at whether the parent process is there."""
 
 in_worker: int | None = None
 """In a process that a fork server made: its process id."""
@@ -154,15 +159,20 @@ def _forked(descriptors: list[int], statuses: dict[int, int], own: Sequence[int]
 
 
 def become_worker(descriptors: Sequence[int], parent: int) -> None:
-    """Run what the channel says in this fresh process, and end it; does not return."""
+    """Run what the channel says in this fresh fork, and end it; does not return."""
+    channel, output, errors = descriptors
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    close_all([output, errors])
+    be_worker(channel, parent)
+
+
+def be_worker(channel: int, parent: int) -> None:
+    """Run what the channel says in this process, and end it; does not return."""
     global in_worker
     code, in_worker = 1, os.getpid()
     try:
         _die_with(parent)
-        channel, output, errors = descriptors
-        os.dup2(output, 1)
-        os.dup2(errors, 2)
-        close_all([output, errors])
         _run(Channel(socket.socket(fileno=channel)))
         code = 0
     except EOFError:  # your process is gone, or does not want us
@@ -181,11 +191,21 @@ def become_worker(descriptors: Sequence[int], parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends; elsewhere the parent does it."""
-    if sys.platform == "linux":
+    """End this process when its parent ends: by the kernel, or by looking once a second."""
+    if can_fork_workers() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before we said so
             os._exit(0)
+    else:
+        threading.Thread(
+            target=_end_after, args=(parent,), name="swath parent", daemon=True
+        ).start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        sleep(_LOOK)
+    os._exit(0)
 
 
 def _run(channel: Channel) -> None:

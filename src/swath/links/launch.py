@@ -2,7 +2,8 @@
 
 Workers are forked from a server that has imported torch already, so that one more costs
 milliseconds. Nothing of `__main__` is run again: no guard is needed in scripts. The server starts
-with the first worker and serves for the life of this process.
+with the first worker and serves for the life of this process. Where such a process may not be
+forked (macOS), each worker is a program of its own instead; see `spawn.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from swath.errors import WorkerError
 from swath.links import forkserver
 from swath.links.channel import Channel, close_all
 from swath.links.forkserver import ANSWER, PLAIN, REQUEST, STATUS, WITH_COMPILER
+from swath.links.spawn import quiet_start, spawn
 from swath.shield import Shield
+from swath.system import after_fork_in_child, can_fork_workers, check_can_start_workers
 
 __all__ = ["Launched", "ending", "in_worker", "launch", "server_pid", "stop_server"]
 
@@ -34,15 +37,9 @@ _TRIES = 5
 """How often a fork server is started for one worker."""
 _ENDING, _LOOK = 5.0, 0.01
 """Seconds for a process to be gone that was told to go, or killed; and between two looks at it."""
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _COMPILING = (b"torchrl", b"torch._dynamo")
-_START = """
-import signal, socket, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for your process, which tells us
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # so that no child inherits that
-sys.path[:] = {path!r}
-from swath.preload import preload
-preload()
+_SERVE = """
+import socket
 from swath.links.forkserver import serve
 serve(socket.socket(fileno={descriptor}), {parent})
 """
@@ -107,6 +104,7 @@ def launch(
         shield: What holds Ctrl-C back, until whoever called has noted what was launched; it is
             lifted while the process is waited for, which then ends by itself.
     """
+    check_can_start_workers()
     shield = Shield() if shield is None else shield
     surroundings = {
         "environ": dict(os.environ),
@@ -123,7 +121,8 @@ def launch(
         opened.append(_output(1))
         opened.append(_output(2))
         sentinel, status, output, errors = opened
-        pid = _fork(request, [theirs.fileno(), output, errors, status], shield)
+        start = _fork if can_fork_workers() else spawn
+        pid = start(request, [theirs.fileno(), output, errors, status], shield)
     except BaseException:
         ours.close()
         close_all(opened[:1])
@@ -196,20 +195,8 @@ class _ServerGone(Exception):
 
 
 def _start_program(theirs: socket.socket, ours: socket.socket) -> tuple[int, Callable[[], Any]]:
-    start = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    # Ctrl-C in a terminal is for all processes there: this one starts with it blocked, or it would
-    # end with a traceback of its own before it comes to ignore it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        process = subprocess.Popen(
-            [sys.executable, *flags, "-c", start],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**dict.fromkeys(_THREADS, "1"), **os.environ},
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    program = _SERVE.format(descriptor=theirs.fileno(), parent=os.getpid())
+    process = quiet_start(program, theirs.fileno())
 
     def wait_for_end() -> int:
         try:
@@ -293,4 +280,4 @@ def _forget() -> None:
     _current, _guard = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)
+after_fork_in_child(_forget)

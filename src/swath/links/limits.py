@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +30,8 @@ def in_words(what: str) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's own are the latter
         if not any(os.strerror(one) in str(error) for one in _SCARCE):
             raise
+        import resource  # every platform on which descriptors are counted has it
+
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = "any number" if hard == resource.RLIM_INFINITY else f"up to {hard}"
         raise WorkerError(

@@ -3,7 +3,6 @@
 from swath.memory.fence import fence
 from swath.memory.layout import Field, Layout, MemoryOrder, Place, numpy_dtype, torch_dtype
 from swath.memory.slab import (
-    DESCRIPTORS,
     DeviceMemory,
     HeapMemory,
     Memory,
@@ -15,7 +14,6 @@ from swath.memory.slab import (
 )
 
 __all__ = [
-    "DESCRIPTORS",
     "DeviceMemory",
     "Field",
     "HeapMemory",

@@ -14,8 +14,6 @@ nothing that somebody can still see is ever overwritten; who keeps every batch g
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,10 +25,10 @@ from tensordict import TensorDict
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from swath.memory.layout import ALIGNMENT, Layout, View
+from swath.system import anonymous_file, path_of_descriptor
 from swath.tree import Key, nest
 
 __all__ = [
-    "DESCRIPTORS",
     "DeviceMemory",
     "HeapMemory",
     "Memory",
@@ -41,8 +39,6 @@ __all__ = [
     "memory_on",
 ]
 
-DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
-"""Where an open file has a name, by its descriptor."""
 _ROWS_KEPT = 4096
 """Row views are made once per slab up to this many rows; more would cost too much memory."""
 
@@ -151,9 +147,9 @@ class SharedMemory(_ArrayMemory):
 
     def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
         self.nbytes = nbytes
-        self.descriptor: int | None = _anonymous(nbytes) if descriptor is None else descriptor
+        self.descriptor: int | None = anonymous_file(nbytes) if descriptor is None else descriptor
         # Not by `mmap`, which keeps a descriptor of its own for as long as the memory lives.
-        path = f"{DESCRIPTORS}/{self.descriptor}"
+        path = path_of_descriptor(self.descriptor)
         block = torch.from_file(path, shared=True, size=max(nbytes, 1), dtype=torch.uint8)
         self.array = block.numpy()[:nbytes]
 
@@ -170,16 +166,6 @@ class SharedMemory(_ArrayMemory):
     def __reduce__(self) -> Any:
         # A copy would have the number of our descriptor, and close it, or what comes to have it.
         raise TypeError("cannot copy or pickle memory that is shared by a descriptor")
-
-
-def _anonymous(nbytes: int) -> int:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("swath", os.MFD_CLOEXEC)
-    else:  # macOS: a file that is deleted at once
-        descriptor, path = tempfile.mkstemp()
-        os.unlink(path)
-    os.ftruncate(descriptor, max(nbytes, 1))
-    return descriptor
 
 
 class Slab:
