@@ -22,14 +22,14 @@ SCOPES = {
 
 def options_table() -> str:
     """Return all options of all collectors as a table."""
-    lines = ["| option | default | which collectors | what it does |", "|---|---|---|---|"]
+    lines = ["| option | what it does | default | which collectors |", "|---|---|---|---|"]
     for field in fields(Options):
         scopes = tuple(field.metadata.get("scopes", ("inline", "workers", "cluster", "ray")))
         if not scopes:  # nothing that a user gives
             continue
         which = SCOPES.get(scopes, ", ".join(scopes))
         text = texts()[field.name].replace("|", "\\|")
-        lines.append(f"| `{field.name}` | {_default(field)} | {which} | {text} |")
+        lines.append(f"| `{field.name}` | {text} | {_default(field)} | {which} |")
     return "\n".join(lines)
 
 
