@@ -44,6 +44,12 @@ class Leaf:
     space: gym.Space[Any]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    nested: tuple[int, ...] = field(default=(), compare=False)
+    """Of each TensorDict that it lies in below the root: how many dimensions of `shape` are its
+    batch dimensions; see `Field`."""
+    exact: bool = field(default=False, compare=False)
+    """Takes values of any dtype that its own holds exactly, and a last dimension of size 1 may be
+    missing or one too many, as TorchRL's envs allow."""
 
 
 def key_name(key: Key) -> str:
@@ -71,7 +77,7 @@ def _leaves(space: gym.Space[Any], key: Key, path: tuple[str | int, ...], kind: 
             for leaf in _leaves(part, (*key, str(name)), (*path, name), kind)
         ]
     if isinstance(space, spaces.Discrete):
-        return [Leaf(key, path, space, (), np.dtype(np.int64))]
+        return [Leaf(key, path, space, (), np.dtype(space.dtype))]
     fixed = space.is_np_flattenable and not isinstance(space, spaces.Text)
     if fixed and space.shape is not None and space.dtype is not None:
         return [Leaf(key, path, space, tuple(space.shape), np.dtype(space.dtype))]

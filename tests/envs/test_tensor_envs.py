@@ -327,11 +327,13 @@ def test_what_of_torchrl_has_no_form_here_is_refused():
 
     with pytest.raises(UsageError, match="a NonTensor at 'name', which is no tensor"):
         as_group(spec_env(name=data.NonTensor(shape=())))
-    nested = torchrl_envs.SerialEnv(2, serial)
-    with pytest.raises(UsageError, match=r"has batch size \(2, 3\)"):
-        as_group(nested)
-    with pytest.raises(UsageError, match=r"action keys \['move'\]; all must be at or below"):
-        as_group(spec_env(data.Composite(move=data.Categorical(2))))
+    with pytest.raises(UsageError, match=r"'size' has shape \(-1, 2\), of a size that changes"):
+        as_group(spec_env(size=data.Unbounded((-1, 2))))
+    parts = torch.stack([data.Unbounded((2,)), data.Unbounded((3,))])
+    with pytest.raises(UsageError, match="'parts': parts of different forms, stacked lazily"):
+        as_group(spec_env(parts=parts))
+    with pytest.raises(UsageError, match=r"action 'action' has dtype torch.bfloat16, which numpy"):
+        as_group(spec_env(data.Bounded(-1, 1, (2,), dtype=torch.bfloat16)))
 
 
 def test_an_exception_in_a_torchrl_env_names_the_call():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,9 +126,17 @@ class MultiSyncCollector(MultiCollector):
                 f"the workers make {steps} steps; with different numbers of steps cat_results "
                 "must be -1."
             )
-        if how == 0 and batched:
-            return (total,)
-        return (len(envs), envs[0]) if batched else (len(envs),)
+        if not batched:
+            return (len(envs),)
+        leads = [self._told[number].interface.batch_shape or (1,) for number in self._members]
+        if len({lead[how == 0 :] for lead in leads}) > 1:
+            raise UsageError(
+                f"the envs of the workers are arranged as {leads}, which cannot be put into one "
+                "batch. Give all workers alike envs, or use MultiAsyncCollector."
+            )
+        if how == 0:
+            return (sum(lead[0] for lead in leads), *leads[0][1:])
+        return (len(envs), *leads[0])
 
     @property
     def frames_per_batch(self) -> int:
@@ -298,7 +307,12 @@ class MultiSyncCollector(MultiCollector):
         if self.options.cat_results == "stack":
             rows = [list(self._members).index(worker) for worker in there]
         else:
-            rows = [row for worker in there for row in range(*self._members[worker])]
+            each = math.prod(self._lead[1:])
+            rows = [
+                row
+                for start, stop in (self._members[worker] for worker in there)
+                for row in range(start // each, stop // each)
+            ]
         fewer: TensorDict = batch[rows]
         fewer.names = batch.names
         return fewer

@@ -17,8 +17,8 @@ from swath.envs.group import called
 from swath.errors import ClosedError, UsageError
 from swath.memory import Layout, Slab
 from swath.owner import Owner
-from swath.policies import ActionSampler, Interface, as_policy, check_range, to_array
-from swath.rollout import BoundEnvs, EnvGroup, Plan, Runner, columns, keys, slab_for
+from swath.policies import ActionSampler, as_policy, check_range, to_array
+from swath.rollout import BoundEnvs, EnvGroup, Plan, Runner, columns, interface_of, keys, slab_for
 from swath.seeding import env_seed
 from swath.tree import Leaf, key_name, nest
 
@@ -61,11 +61,11 @@ class Env:
         self.observation_space = group.observation_space
         self.action_space = group.action_space
         self.num_envs = group.num_envs
-        self.batch_size = torch.Size([group.num_envs] if group.batched else [])
-        self._interface = Interface(
-            group.observation_space, group.action_space, group.num_envs, batched=group.batched
+        self._interface = interface_of(group)
+        self.batch_size = torch.Size(self._interface.batch_shape)
+        self._sampler = ActionSampler(
+            self._interface.actions, range(group.num_envs), group.action_masks
         )
-        self._sampler = ActionSampler(self._interface.actions, range(group.num_envs))
         self._state: tuple[Slab, BoundEnvs, int] | None = None
         self._closed, self._owner = False, Owner(type(self).__name__)
 
@@ -102,13 +102,15 @@ class Env:
                     f"step() needs {key_name(leaf.key)} in its TensorDict; it has "
                     f"{sorted(map(str, tensordict.keys(True, True)))}. Set it, or use rand_step()."
                 )
-            slab.arrays[leaf.key][0] = self._checked(leaf, to_array(action))
+            checked = self._checked(leaf, to_array(action))
+            slab.arrays[leaf.key][0] = checked.reshape(self.num_envs, *leaf.shape)
         columns.clear(slab)
         ended = called(bound.step, 0)
         slab.arrays[keys.NEXT_DONE][0, ended] = True
-        for leaf in self._interface.observations:  # the outcome is where the next step starts
-            observation = slab.arrays[leaf.key]
-            slab.arrays[keys.following(leaf.key)][0] = observation[0] = observation[1]
+        observed = [leaf.key for leaf in self._interface.observations]
+        for key in (*observed, *self.group.outcome.carried):  # where the next step starts
+            column = slab.arrays[key]
+            slab.arrays[keys.following(key)][0] = column[0] = column[1]
         for key in columns.ROOT_FLAGS:
             slab.arrays[key][0] = slab.arrays[keys.following(key)][0]
         return tensordict.set("next", self._row(slab, root=False))
@@ -118,7 +120,7 @@ class Env:
         td = TensorDict({}, self.batch_size) if tensordict is None else tensordict
         for leaf, draw in zip(self._interface.actions, self._sampler.draw(1), strict=True):
             action = torch.from_numpy(draw[0])
-            td.set(leaf.key, action if self.group.batched else action[0])
+            td.set(leaf.key, action.reshape((*self.batch_size, *leaf.shape)))
         return self.step(td)
 
     def _checked(self, leaf: Leaf, action: np.ndarray) -> np.ndarray:
@@ -136,7 +138,7 @@ class Env:
         rows = {}
         for key, place in slab.layout.places.items():
             if place.field.carried if root else key[0] == "next":
-                row = slab.tensors[key][0] if self.group.batched else slab.tensors[key][0, 0]
+                row = slab.rows(key, tuple(self.batch_size))[0]
                 rows[key if root else key[1:]] = row.clone()
         return TensorDict(nest(rows), self.batch_size)
 
@@ -192,7 +194,10 @@ class Env:
         if self._state is None or self._state[2] != self.group.restores:
             policy = as_policy(None, self._interface, self._sampler)
             info, masked = self.group.info_fields, self.group.skips_rows
-            fields = columns.env_fields(self._interface, info, policy, masked=masked, compact=False)
+            outcome = self.group.outcome
+            fields = columns.env_fields(
+                self._interface, info, policy, outcome, masked=masked, compact=False
+            )
             layout = Layout(fields, 1, self.num_envs)
             slab = slab_for(self.group, layout)
             columns.clear(slab)

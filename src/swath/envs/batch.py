@@ -216,9 +216,10 @@ class _BoundNative:
 
     def __init__(self, group: NativeGroup, slab: Slab) -> None:
         self._env, self._build = group.env, group.build_action
-        self._actions = [slab.rows(leaf.key, True) for leaf in group.actions]
-        self._obs = [(leaf, slab.rows(leaf.key, True)) for leaf in group.observations]
-        self._next = [slab.rows(keys.following(leaf.key), True) for leaf in group.observations]
+        lead = (group.num_envs,)
+        self._actions = [slab.rows(leaf.key, lead) for leaf in group.actions]
+        self._obs = [(leaf, slab.rows(leaf.key, lead)) for leaf in group.observations]
+        self._next = [slab.rows(keys.following(leaf.key), lead) for leaf in group.observations]
         outcome = (keys.REWARD, keys.NEXT_TERMINATED, keys.NEXT_TRUNCATED)
         self._reward, *self._flags = (slab.tensors[key][..., 0].unbind(0) for key in outcome)
 

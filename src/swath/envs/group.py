@@ -20,7 +20,8 @@ from gymnasium.vector import AsyncVectorEnv
 
 from swath.errors import EnvError
 from swath.memory import Field
-from swath.rollout import CallFailed
+from swath.policies import Masks
+from swath.rollout import CallFailed, Outcome
 from swath.tree import Leaf, action_leaves, builder, key_name, observation_leaves
 
 __all__ = [
@@ -46,6 +47,9 @@ class Group:
     needs_shared_memory = False
     native = False
     time_limits: Sequence[int | None] | None = None
+    lead: tuple[int, ...] | None = None
+    outcome = Outcome()
+    action_masks: Masks | None = None
     kept: tuple[str, ...] = ()
     """The attributes that hold the state of the envs."""
 
@@ -54,14 +58,19 @@ class Group:
     def __init__(self, num_envs: int, observation_space: Any, action_space: Any) -> None:
         self.num_envs = num_envs
         self.observation_space, self.action_space = observation_space, action_space
-        self.observations = observation_leaves(observation_space)
-        self.actions = action_leaves(action_space)
+        self.observations: Sequence[Leaf] = observation_leaves(observation_space)
+        self.actions: Sequence[Leaf] = action_leaves(action_space)
         self.build_action = builder(action_space, self.actions)
         self.info_fields: list[Field] = []
         self.unseen: set[str] = set()
         """Entries to store of the infos that none has had yet."""
         self.live = np.arange(num_envs)
         """The envs that are not frozen."""
+
+    def take_forms(self, other: Any) -> None:
+        """Give the same keys, shapes and dtypes as another group."""
+        self.observations, self.actions = other.observations, other.actions
+        self.info_fields, self.outcome = other.info_fields, other.outcome
 
     def place(self, device: torch.device | None) -> torch.device:
         return torch.device("cpu")

@@ -31,10 +31,10 @@ from swath.envs.make import as_group
 from swath.links import Bell, Channel, ProcessPort, unpack
 from swath.links.parcels import pack_error
 from swath.memory import Field, Layout, SharedMemory, Slab, fence
-from swath.rollout import BoundEnvs, CallFailed, EnvGroup
+from swath.rollout import BoundEnvs, CallFailed, EnvGroup, Outcome
 from swath.rollout.keys import following
 from swath.system import yield_core
-from swath.tree import observation_leaves
+from swath.tree import Leaf
 
 __all__ = [
     "ASK",
@@ -67,11 +67,15 @@ class Hosted:
     num_envs: int
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
+    observations: Sequence[Leaf]
+    actions: Sequence[Leaf]
     info_fields: list[Field]
+    outcome: Outcome
     time_limits: Sequence[int | None] | None
     skips_rows: bool
     resets_singly: bool
     freezes: bool
+    masks_actions: bool
 
 
 @dataclass(frozen=True)
@@ -143,11 +147,15 @@ class _Host:
             group.num_envs,
             group.observation_space,
             group.action_space,
+            group.observations,
+            group.actions,
             group.info_fields,
+            group.outcome,
             group.time_limits,
             group.skips_rows,
             group.resets_singly,
             group.freezes,
+            group.action_masks is not None,
         )
         port.send((0, hosted))
         _, (board, ended) = port.receive()
@@ -253,10 +261,11 @@ class _Host:
         """Return the step that also writes next observations and starts new episodes."""
         whole: list[tuple[np.ndarray, np.ndarray]] = []
         at_ends: list[tuple[np.ndarray, np.ndarray]] = []
-        for leaf in observation_leaves(self._group.observation_space):
-            key = following(leaf.key)
-            pair = slab.arrays[key], slab.arrays[leaf.key]
-            (whole if slab.layout.places[key].field.delivered else at_ends).append(pair)
+        observed = [leaf.key for leaf in self._group.observations]
+        for key in (*observed, *self._group.outcome.carried):
+            pair = slab.arrays[following(key)], slab.arrays[key]
+            delivered = slab.layout.places[following(key)].field.delivered
+            (whole if delivered else at_ends).append(pair)
 
         def step(t: int) -> Sequence[int]:
             try:

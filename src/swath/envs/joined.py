@@ -13,8 +13,8 @@ from swath.envs.group import Group, close_all
 from swath.envs.gymnasium import GymGroup
 from swath.errors import UsageError
 from swath.memory import Slab
+from swath.policies import joined_masks
 from swath.rollout import BoundEnvs, CallFailed, EnvGroup
-from swath.tree import action_leaves, observation_leaves
 
 __all__ = ["JoinedGroup", "check_equal", "join", "parted"]
 
@@ -48,16 +48,18 @@ def parted(group: EnvGroup, count: int) -> EnvGroup:
 
 def check_equal(first: Any, other: Any, number: int) -> None:
     """Refuse groups that cannot share a slab."""
-    for name, leaves in (
-        ("observation_space", observation_leaves),
-        ("action_space", action_leaves),
-    ):
+    for name, leaves in (("observation_space", "observations"), ("action_space", "actions")):
         ours, theirs = getattr(first, name), getattr(other, name)
-        if leaves(ours) != leaves(theirs):
+        if getattr(first, leaves) != getattr(other, leaves):
             raise UsageError(
                 f"env {number} has {name} {theirs}, but the first one has {ours}; all "
                 "envs of a collector must have equal spaces."
             )
+    if first.outcome != other.outcome:
+        raise UsageError(
+            f"env {number} has the rewards and flags {other.outcome}, but the first one "
+            f"{first.outcome}; all envs of a collector must have the same."
+        )
     if first.info_fields != other.info_fields:
         raise UsageError(
             f"env {number} stores the info entries "
@@ -73,11 +75,24 @@ class JoinedGroup(Group):
         ends = np.cumsum([group.num_envs for group in groups]).tolist()
         super().__init__(ends[-1], groups[0].observation_space, groups[0].action_space)
         self.parts = [(g, end - g.num_envs, end) for g, end in zip(groups, ends, strict=True)]
-        self.info_fields = groups[0].info_fields
+        self.take_forms(groups[0])
         self.skips_rows = any(group.skips_rows for group in groups)
         self.resets_singly = all(group.resets_singly for group in groups)
         self.freezes = all(group.freezes for group in groups)
         self.needs_shared_memory = any(group.needs_shared_memory for group in groups)
+        if any(group.action_masks is not None for group in groups):
+            self.action_masks = self._action_masks
+
+    def _action_masks(self) -> list[np.ndarray | None]:
+        """Return what the envs of all parts allow just now."""
+        masks: list[list[np.ndarray | None]] = []
+        for group, _, _ in self.parts:
+            each = None if group.action_masks is None else group.action_masks()
+            masks.append([None] * len(self.actions) if each is None else list(each))
+        return [
+            joined_masks(list(one), leaf, [g.num_envs for g, _, _ in self.parts])
+            for leaf, one in zip(self.actions, zip(*masks, strict=True), strict=True)
+        ]
 
     def seed(self, seeds: Sequence[int]) -> None:
         for group, start, end in self.parts:

@@ -61,6 +61,7 @@ from swath.links.launch import ending, in_worker
 from swath.links.parcels import unpack_error
 from swath.memory import SharedMemory, Slab, fence
 from swath.owner import Owner, only_here
+from swath.policies import joined_masks
 from swath.rollout import CallFailed
 from swath.shield import Shield
 from swath.system import check_can_start_workers, usable_cpus, yield_core
@@ -184,16 +185,27 @@ class ParallelGroup(Group):
             except EOFError:
                 self.lose(number)
         super().__init__(len(makers), hosted[0].observation_space, hosted[0].action_space)
-        self.info_fields = hosted[0].info_fields
+        self.take_forms(hosted[0])
         self.skips_rows = any(host.skips_rows for host in hosted)
         self.resets_singly = all(host.resets_singly for host in hosted)
         self.freezes = all(host.freezes for host in hosted)
+        if any(host.masks_actions for host in hosted):
+            self.action_masks = self._action_masks
         if all(host.time_limits is not None for host in hosted):
             self.time_limits = [limit for host in hosted for limit in host.time_limits or ()]
         split, marks = self.spinning, self.marks
         parts = ((marks[split:], self.done[1], 0), (marks[:split], self.done[0], _LOOKS))
         self.waits = [(*part, self._poller(part[1])) for part in parts if len(part[0])]
         """Whom to wait for: marks, the bell, how often to look before sleeping, who wakes."""
+
+    def _action_masks(self) -> list[np.ndarray | None]:
+        """Return what the envs of all processes allow just now."""
+        answers = self.ask(dict.fromkeys(range(len(self.links)), Call("action_masks")))
+        sizes = [stop - start for start, stop in self.spans]
+        return [
+            joined_masks(masks, leaf, sizes)
+            for leaf, masks in zip(self.actions, zip(*answers, strict=True), strict=True)
+        ]
 
     def _poller(self, done: Bell) -> select.poll:
         poller = select.poll()

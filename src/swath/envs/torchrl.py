@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium import spaces
 
 from swath.envs.batch import NativeGroup
 from swath.envs.group import comes_from
-from swath.errors import UsageError
-from swath.memory import numpy_dtype
+from swath.envs.torchrl_specs import action_form, observation_form, outcome_of
+from swath.memory import Slab
+from swath.policies import OneHot
+from swath.rollout import BoundEnvs, CallFailed, keys
+from swath.rollout.keys import following
 from swath.tree import Key, key_name
 
 __all__ = ["OneHot", "TorchRLGroup", "is_torchrl_env"]
+
+_CHOICES = ("Categorical", "OneHot", "MultiCategorical", "MultiOneHot")
+"""The specs of actions that may have a mask."""
 
 
 def is_torchrl_env(env: Any) -> bool:
@@ -24,136 +29,207 @@ def is_torchrl_env(env: Any) -> bool:
     return comes_from(env, "torchrl", "EnvBase")
 
 
-class OneHot(gym.Space[Any]):
-    """One or several one-hot vectors end to end, as TorchRL encodes discrete actions.
-
-    Examples:
-        >>> OneHot([2, 3], np.dtype("int64")).contains(np.array([0, 1, 1, 0, 0]))
-        True
-    """
-
-    def __init__(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        super().__init__((sum(sizes),), dtype.type)
-        self.sizes = list(sizes)
-
-    def sample(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Return a random one."""
-        return np.concatenate(
-            [np.eye(n, dtype=self.dtype)[self.np_random.integers(n)] for n in self.sizes]
-        )
-
-    def contains(self, x: Any) -> bool:
-        """Tell whether each part of x is one-hot."""
-        if np.shape(x) != self.shape:
-            return False
-        parts = np.split(np.asarray(x), np.cumsum(self.sizes)[:-1])
-        return all((part != 0).sum() == 1 and part.sum() == 1 for part in parts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OneHot) and self.sizes == other.sizes
-
-    def __repr__(self) -> str:
-        return f"OneHot({self.sizes})"
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        """It is an array."""
-        return True
-
-
-def _space_of(spec: Any, key: Key, batch_dims: int) -> gym.Space[Any]:
-    """Return the gymnasium space of one env with the form of a TorchRL spec."""
-    kind, inner = type(spec).__name__, getattr(spec, "space", None)
-    if comes_from(spec, "torchrl", "Composite"):
-        parts = {name: _space_of(part, (*key, name), batch_dims) for name, part in spec.items()}
-        return spaces.Dict(parts)
-    if spec.dtype is None or spec.shape is None:
-        raise UsageError(
-            f"the TorchRL env has a {type(spec).__name__} at {key_name(key)}, which is no tensor. "
-            "Leave it out with an ExcludeTransform."
-        )
-    shape, dtype = tuple(spec.shape[batch_dims:]), numpy_dtype(spec.dtype)
-    scalar: Any = dtype.type
-    if kind == "Categorical":
-        n = int(inner.n)  # type: ignore[union-attr]
-        return spaces.Discrete(n) if shape == () else spaces.MultiDiscrete(np.full(shape, n))
-    if kind == "MultiCategorical":
-        nvec = spec.nvec.reshape(-1, *shape)[0] if batch_dims else spec.nvec
-        return spaces.MultiDiscrete(nvec.cpu().numpy())
-    if kind == "OneHot":
-        return OneHot([shape[-1]], dtype)
-    if kind == "MultiOneHot":
-        return OneHot([int(box.n) for box in inner], dtype)  # type: ignore[union-attr]
-    if kind == "Binary" or dtype.kind == "b":
-        return spaces.Box(0, 1, shape, scalar)
-    low, high = getattr(inner, "low", None), getattr(inner, "high", None)
-    if low is not None and high is not None:
-        one = (0,) * batch_dims
-        return spaces.Box(low[one].cpu().numpy(), high[one].cpu().numpy(), shape, scalar)
-    if dtype.kind == "f":
-        return spaces.Box(-np.inf, np.inf, shape, scalar)
-    return spaces.Box(np.iinfo(scalar).min, np.iinfo(scalar).max, shape, scalar)
-
-
 class TorchRLGroup(NativeGroup):
-    """A TorchRL `EnvBase`, single or batched, transforms included; see `EnvGroup`."""
+    """A TorchRL `EnvBase` of any batch size, transforms included; see `EnvGroup`."""
 
     kept = ("env", "live", "state")
     native = False
 
     def __init__(self, env: Any) -> None:
-        dims = len(env.batch_size)
-        if dims > 1:
-            raise UsageError(
-                f"the TorchRL env has batch size {tuple(env.batch_size)}; at most one dimension "
-                "is supported."
-            )
-        if list(env.reward_keys) != ["reward"]:
-            raise UsageError(
-                f"the TorchRL env has the reward keys {env.reward_keys}; 'reward' alone is "
-                "supported. Rename it with a RenameTransform."
-            )
-        if any((key if isinstance(key, str) else key[0]) != "action" for key in env.action_keys):
-            raise UsageError(
-                f"the TorchRL env has the action keys {env.action_keys}; all must be at or below "
-                "'action'. Rename them with a RenameTransform."
-            )
-        observations: Any = _space_of(env.observation_spec, (), dims)
-        self._alone = list(observations) == ["observation"]
-        if self._alone:  # policies see the tensor, as of gymnasium's envs
-            observations = observations["observation"]
-        actions = _space_of(env.full_action_spec["action"], ("action",), dims)
-        super().__init__(env, env.batch_size[0] if dims else 1, observations, actions)
-        self.batched = dims == 1
+        lead: tuple[int, ...] = tuple(env.batch_size)
+        observed, observations = observation_form(env)
+        acted, actions = action_form(env)
+        super().__init__(env, math.prod(lead), observed, acted)
+        self.observations, self.actions = observations, actions
+        self.outcome = outcome_of(env)
+        self.batched, self.lead = bool(lead), lead
+        self._lead = lead
+        specs = [env.full_action_spec[leaf.key] for leaf in actions]
+        if any(type(spec).__name__ in _CHOICES for spec in specs):
+            self.action_masks = self._action_masks
         self.state: Any = None
         """What the env must be given at its next step."""
+
+    def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> BoundEnvs:
+        return _BoundTorchRL(self, slab)
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the env with the first seed: TorchRL derives those of the others itself."""
         with torch.random.fork_rng(devices=[]):  # some TorchRL envs seed torch itself
             self.env.set_seed(int(seeds[0]) % 2**31)
 
-    def _reset(self, mask: torch.Tensor | None) -> Any:
-        if mask is None or not self.batched:
-            self.state = self.env.reset()
-        else:
-            self.state = self.env.reset(self.state.copy().set("_reset", mask[:, None]))
-        return self._seen(self.state)
+    def restart(self, masks: dict[Key, torch.Tensor] | None) -> Any:
+        """Start new episodes and return the state that the env is in.
 
-    def _step(self, actions: Sequence[torch.Tensor]) -> tuple[Any, Any, Any, Any]:
+        Args:
+            masks: What is reset, by the key of each `done`; None for all.
+        """
+        if masks is None:
+            self.state = self.env.reset()
+            return self.state
+        request = self.state.copy()
+        for key, mask in masks.items():
+            request.set((*key[:-1], "_reset"), mask.reshape((*self._lead, *mask.shape[1:])))
+        # Only what is to be reset: an env that finds its state would go on from there.
+        self.state = self.env.reset(request, select_reset_only=True)
+        return self.state
+
+    def advance(self, actions: Sequence[torch.Tensor]) -> Any:
+        """Step the env and return what followed.
+
+        Args:
+            actions: A row `[N, *shape]` of each leaf of the action, which the env may keep.
+        """
         request = self.state.copy()
         for leaf, action in zip(self.actions, actions, strict=True):
-            request.set(leaf.key, action if self.batched else action[0])
+            request.set(leaf.key, action.reshape((*self._lead, *leaf.shape)).to(self.device))
         if self.batched and len(self.live) < self.num_envs:
-            request.set("_step", self.mask(self.live))
-        following = self.env.step(request)["next"]
+            request.set("_step", self.mask(self.live).reshape(self._lead))
+        next_state = self.env.step(request)["next"]
         self.state = self.env.step_mdp(request)
-        done = following["done"]
-        terminated = following.get("terminated", done)
-        truncated = following.get("truncated", done & ~terminated)
-        return self._seen(following), following["reward"], terminated, truncated
+        return next_state
 
-    def _seen(self, tensordict: Any) -> Any:
-        """Return the observations `[N, ...]` in the form of the observation space."""
-        batch = tensordict if self.batched else tensordict.unsqueeze(0)
-        return batch["observation"] if self._alone else batch
+    def _action_masks(self) -> list[np.ndarray | None]:
+        """Return what the action specs allow just now."""
+        specs = self.env.full_action_spec
+        return [_mask_of(specs[leaf.key], self.num_envs) for leaf in self.actions]
+
+
+def _mask_of(spec: Any, envs: int) -> np.ndarray | None:
+    """Return the mask of a spec as `[N, all choices]`."""
+    mask = getattr(spec, "mask", None)
+    if mask is None:
+        return None
+    choices = mask.shape[-1]  # of each number, or of all together where they differ
+    one_number = type(spec).__name__ == "Categorical"
+    shape = (*spec.shape, choices) if one_number else (*spec.shape[:-1], choices)
+    return mask.expand(shape).reshape(envs, -1).cpu().numpy().astype(bool)
+
+
+class _BoundTorchRL:
+    """A TorchRL env that writes into one slab."""
+
+    eager = False
+
+    def __init__(self, group: TorchRLGroup, slab: Slab) -> None:
+        self._group, self._slab = group, slab
+        lead = (group.num_envs,)
+        self._actions = [slab.rows(leaf.key, lead) for leaf in group.actions]
+        self._seen = [(leaf.key, slab.rows(leaf.key, lead)) for leaf in group.observations]
+        outcome = group.outcome
+        self._rewards = [(f.key[1:], slab.rows(f.key, lead)) for f in outcome.rewards]
+        self._flags = [(key, slab.rows(key, lead)) for key in outcome.carried]
+        self._at_root = outcome.at_root
+        self._terminated = slab.arrays[keys.NEXT_TERMINATED][:, :, 0]
+        self._truncated = slab.arrays[keys.NEXT_TRUNCATED][:, :, 0]
+
+    def reset(self, t: int, which: Sequence[int] | None) -> None:
+        group = self._group
+        whole = which is None or not (group.batched or self._is_partial(t))
+        try:
+            state = group.restart(None if whole else self._masks(t, which or ()))
+        except Exception as error:
+            raise CallFailed(None, "reset()") from error
+        group.thaw(which)
+        self._write(t, state, None if whole else which)
+
+    def _is_partial(self, t: int) -> bool:
+        """Tell whether only parts of a lone env have ended, whose reset is its own business."""
+        if self._at_root or not t:
+            return False
+        flags = self._group.outcome.flags
+        return not all(bool(self._slab.arrays[following(f.done)][t - 1].all()) for f in flags)
+
+    def _masks(self, t: int, which: Sequence[int]) -> dict[Key, torch.Tensor]:
+        """Return what is to be reset of these envs: the parts that ended; all, if they did."""
+        group = self._group
+        some = group.mask(which)
+        masks = {keys.DONE: some[:, None]} if self._at_root else {}
+        for flags in group.outcome.flags:
+            mask = some.reshape(-1, *[1] * len(flags.shape)).expand(-1, *flags.shape)
+            if t and not self._at_root:
+                ended = self._slab.tensors[following(flags.done)][t - 1]
+                mask = mask & ended.to(mask.device)
+            masks[flags.done] = mask
+        return masks
+
+    def step(self, t: int) -> Sequence[int]:
+        group = self._group
+        try:
+            after = group.advance([rows[t].clone() for rows in self._actions])
+            live = group.live if len(group.live) < group.num_envs else None
+            self._write(t + 1, after, live)
+            for key, rows in self._rewards:
+                _copy(rows[t], after.get(key, None), key, live, group.num_envs)
+            return self._end(t, after, live)
+        except CallFailed:
+            raise
+        except Exception as error:
+            raise CallFailed(None, "step()") from error
+
+    def _end(self, t: int, after: Any, live: np.ndarray | None) -> Sequence[int]:
+        """Write the flags at the root and return the envs that ended."""
+        done, terminated, truncated = self._ends(after)
+        ended = done | terminated | truncated
+        if live is not None:
+            ended &= self._group.mask(live).cpu()
+        if not bool(ended.any()):
+            return ()
+        self._terminated[t], self._truncated[t] = (terminated & ended), (truncated & ended)
+        found: list[int] = ended.nonzero()[:, 0].tolist()
+        return found
+
+    def _ends(self, after: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return done, terminated and truncated of each env.
+
+        They are those at the root; where there are none, an env ends with any of its parts.
+        """
+        if self._at_root:
+            done = self._flag(after, keys.DONE, None)
+            terminated = self._flag(after, keys.TERMINATED, done)
+            return done, terminated, self._flag(after, keys.TRUNCATED, done & ~terminated)
+        flags = torch.zeros(3, self._group.num_envs, dtype=torch.bool)
+        for group in self._group.outcome.flags:
+            for row, key in zip(flags, group.keys, strict=True):
+                row |= self._flag(after, key, flags[0] & False)
+        done, terminated, truncated = flags
+        return done, terminated, truncated | (done & ~terminated)
+
+    def _flag(self, after: Any, key: Key, default: torch.Tensor | None) -> torch.Tensor:
+        """Return whether a flag is set in each env, in any of its parts."""
+        value = after.get(key, None)
+        if value is None and default is not None:
+            return default
+        return (value != 0).reshape(self._group.num_envs, -1).any(1).cpu()
+
+    def _write(self, t: int, state: Any, which: Sequence[int] | np.ndarray | None) -> None:
+        """Write row t of these envs (None: of all)."""
+        for key, rows in self._seen:
+            _copy(rows[t], state.get(key, None), key, which, self._group.num_envs)
+        for key, rows in self._flags:
+            value = state.get(key, None)
+            value = torch.zeros_like(rows[t]) if value is None else value != 0
+            _copy(rows[t], value, key, which, self._group.num_envs)
+
+
+def _copy(
+    row: torch.Tensor, value: Any, key: Key, which: Sequence[int] | np.ndarray | None, envs: int
+) -> None:
+    """Copy what an env gave into a row `[N, *shape]`, of these envs; say where it is amiss."""
+    if not isinstance(value, torch.Tensor):
+        text = f"the env gives no tensor for {key_name(key)}, which its specs have"
+        raise CallFailed(None, "step()", text)
+    given = value.detach()
+    if given.numel() == row.numel() and given.shape[given.ndim - row.ndim + 1 :] == row.shape[1:]:
+        given = given.reshape(row.shape)
+    if given.shape != row.shape or not torch.can_cast(given.dtype, row.dtype):
+        raise CallFailed(
+            None,
+            "step()",
+            f"{key_name(key)} has shape {tuple(given.shape)} and dtype {given.dtype}, but the "
+            f"env's spec declares {tuple(row.shape)} and {row.dtype}. Fix the env or its spec",
+        )
+    if which is None:
+        row.copy_(given)
+    else:
+        row[which] = given[which].to(row.device, row.dtype)

@@ -1,7 +1,16 @@
 """Memory of rollouts: layout, slabs and their pool."""
 
 from swath.memory.fence import fence
-from swath.memory.layout import Field, Layout, MemoryOrder, Place, numpy_dtype, torch_dtype
+from swath.memory.layout import (
+    Field,
+    Layout,
+    MemoryOrder,
+    Place,
+    leaf_dtype,
+    nested_shapes,
+    numpy_dtype,
+    torch_dtype,
+)
 from swath.memory.slab import (
     DeviceMemory,
     HeapMemory,
@@ -26,7 +35,9 @@ __all__ = [
     "Slab",
     "SlabPool",
     "fence",
+    "leaf_dtype",
     "memory_on",
+    "nested_shapes",
     "numpy_dtype",
     "torch_dtype",
 ]

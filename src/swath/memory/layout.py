@@ -14,8 +14,9 @@ strides differ. docs/decisions/001-time-first.md has the measurements behind the
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from swath.errors import UsageError
-from swath.tree import Key, key_name
+from swath.tree import Key, Leaf, key_name
 
 __all__ = [
     "ALIGNMENT",
@@ -33,6 +34,8 @@ __all__ = [
     "MemoryOrder",
     "Place",
     "View",
+    "leaf_dtype",
+    "nested_shapes",
     "numpy_dtype",
     "torch_dtype",
 ]
@@ -73,6 +76,12 @@ def torch_dtype(dtype: np.dtype[np.generic], key: Key) -> torch.dtype:
         ) from None
 
 
+def leaf_dtype(leaf: Leaf) -> torch.dtype:
+    """Return the torch dtype of a leaf; its space names it where numpy has none."""
+    named: torch.dtype | None = getattr(leaf.space, "torch_dtype", None)
+    return torch_dtype(leaf.dtype, leaf.key) if named is None else named
+
+
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[np.generic]:
     """Return the numpy dtype of the same bytes."""
     return _NUMPY_OF_TORCH[dtype]
@@ -89,6 +98,9 @@ class Field:
     """Has one row more than there are steps: row t + 1 is what step t leads to."""
     delivered: bool = True
     """Is part of the batch; the others are working memory of the loop."""
+    nested: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    """Of each TensorDict that it lies in below the root: how many dimensions of `shape` are batch
+    dimensions of that TensorDict (the agents of a group, say). None, beyond the end."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,8 @@ class Layout:
             size = place.rows * envs * math.prod(field.shape)
             offset += -(-size * field.dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
+        self.nested = nested_shapes([place.field for place in self.places.values()])
+        """The TensorDicts in a batch that have batch dimensions of their own, and which."""
 
     def array(self, block: np.ndarray, place: Place) -> np.ndarray:
         """Return a field of a block of bytes as a numpy view `[rows, N, *shape]`."""
@@ -194,3 +208,25 @@ class Layout:
         one = math.prod(shape)
         leading = (self.envs * one, one) if self.order == "time" else (one, place.rows * one)
         return (place.rows, self.envs, *shape), (*leading, *inner)
+
+
+def nested_shapes(fields: Sequence[Field]) -> dict[Key, tuple[int, ...]]:
+    """Return the batch dimensions of nested TensorDicts beyond those of the root, outer ones first.
+
+    Examples:
+        >>> field = Field(("agents", "reward"), (3, 1), torch.float32, nested=(1,))
+        >>> nested_shapes([field])
+        {('agents',): (3,)}
+    """
+    shapes: dict[Key, tuple[int, ...]] = {}
+    for field in fields:
+        for depth, dims in enumerate(field.nested, 1):
+            if dims and field.delivered:
+                shapes[field.key[:depth]] = field.shape[:dims]
+
+    def fits(prefix: Key, shape: tuple[int, ...]) -> bool:
+        # A policy may write something there that has no such dimensions.
+        inside = (f for f in fields if f.delivered and f.key[: len(prefix)] == prefix)
+        return all(field.shape[: len(shape)] == shape for field in inside)
+
+    return {key: shapes[key] for key in sorted(shapes, key=len) if fits(key, shapes[key])}

@@ -185,20 +185,23 @@ class Slab:
         )
         """Nothing, if the memory is out of the host's sight."""
         self.tensors = layout.tensors(memory.block)
-        self._rows: dict[tuple[Key, bool], tuple[torch.Tensor, ...] | torch.Tensor] = {}
+        self._rows: dict[Any, tuple[torch.Tensor, ...] | torch.Tensor] = {}
 
     @property
     def device(self) -> torch.device:
         """Where it lives."""
         return self.memory.block.device
 
-    def rows(self, key: Key, batched: bool) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Return something whose item t is row t as a tensor `[N, *shape]`, or `[*shape]`."""
-        found = self._rows.get((key, batched))
+    def rows(self, key: Key, lead: tuple[int, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Return something whose item t is row t as a tensor `[*lead, *shape]`."""
+        found = self._rows.get((key, lead))
         if found is None:
-            rows = self.tensors[key] if batched else self.tensors[key][:, 0]
+            tensor = self.tensors[key]
+            rows = tensor[:, 0] if not lead else tensor
+            if len(lead) > 1:
+                rows = tensor.view(len(tensor), *lead, *tensor.shape[2:])
             found = rows.unbind(0) if rows.shape[0] <= _ROWS_KEPT else rows
-            self._rows[key, batched] = found
+            self._rows[key, lead] = found
         return found
 
     def part(self, start: int, stop: int) -> Slab:
@@ -219,19 +222,26 @@ class Slab:
         """
         views = self.layout.batch(steps, lead)
         tensors = zip(views, self.memory.lend(views, on_return), strict=True)
-        names = [*[None] * len(lead), "time"]
-        return TensorDict(
-            nest({view.key: tensor for view, tensor in tensors}), [*lead, steps], names=names
-        )
+        return self._arranged({view.key: tensor for view, tensor in tensors}, lead, steps)
 
     def view(self, steps: int, lead: tuple[int, ...]) -> TensorDict:
         """Return the same of this part, to be used before it is written again; nothing is lent."""
         views = {
-            key: rows[:steps].transpose(0, 1) if lead else rows[:steps, 0]
+            key: rows[:steps].transpose(0, 1).view(*lead, steps, *rows.shape[2:])
+            if lead
+            else rows[:steps, 0]
             for key, rows in self.tensors.items()
             if self.layout.places[key].field.delivered
         }
-        return TensorDict(nest(views), [*lead, steps], names=[*[None] * len(lead), "time"])
+        return self._arranged(views, lead, steps)
+
+    def _arranged(
+        self, views: dict[Key, torch.Tensor], lead: tuple[int, ...], steps: int
+    ) -> TensorDict:
+        batch = TensorDict(nest(views), [*lead, steps], names=[*[None] * len(lead), "time"])
+        for key, shape in self.layout.nested.items():
+            batch.get(key).batch_size = [*lead, steps, *shape]
+        return batch
 
 
 class SlabPool:

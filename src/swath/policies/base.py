@@ -44,20 +44,26 @@ class Interface:
     action_space: gym.Space[Any]
     num_envs: int
     batched: bool
+    lead: tuple[int, ...] | None = None
+    """How the envs are arranged, if not in one row."""
+    leaves: tuple[Sequence[Leaf], Sequence[Leaf]] | None = None
+    """Those of observation and action, if they are not those of the spaces."""
 
     @cached_property
-    def observations(self) -> list[Leaf]:
+    def observations(self) -> Sequence[Leaf]:
         """The leaves of one env's observation."""
-        return observation_leaves(self.observation_space)
+        return self.leaves[0] if self.leaves else observation_leaves(self.observation_space)
 
     @cached_property
-    def actions(self) -> list[Leaf]:
+    def actions(self) -> Sequence[Leaf]:
         """The leaves of one env's action."""
-        return action_leaves(self.action_space)
+        return self.leaves[1] if self.leaves else action_leaves(self.action_space)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """The leading dimensions that a policy sees."""
+        if self.lead is not None:
+            return self.lead
         return (self.num_envs,) if self.batched else ()
 
 
@@ -142,7 +148,7 @@ class TorchPolicy(Policy):
         needed = {leaf.key: Form.of_action(leaf, batch) for leaf in self.interface.actions}
         for state in self.states:
             shape = (*batch, *state.initial.shape)
-            needed[state.key] = Form(state.key, shape, state.initial.dtype)
+            needed[state.key] = Form(state.key, shape, state.initial.dtype, leads=len(batch))
         for key in needed:
             if key not in values:
                 raise PolicyError(
@@ -217,7 +223,7 @@ class TorchPolicy(Policy):
         if self.device != slab.device:
             self.staging = self.staging or Staging(self, call.reads, slab)
             return self.staging.bind(inner, slab)
-        rows = [slab.rows(key, self.interface.batched) for key in call.reads]
+        rows = [slab.rows(key, self.interface.batch_shape) for key in call.reads]
         writes = [form.writer(slab) for form in self.forms]
 
         def act(t: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from gymnasium import spaces
 
 from swath.errors import PolicyError, UsageError
-from swath.memory import Slab, numpy_dtype, torch_dtype
+from swath.memory import Slab, leaf_dtype, numpy_dtype, torch_dtype
 from swath.tree import Key, Leaf, key_name
 
 __all__ = ["DISCRETE", "Form", "bounds", "check_free", "check_range", "to_array"]
@@ -57,11 +57,13 @@ class Form:
     dtype: torch.dtype
     leaf: Leaf | None = None
     """The part of the action space that this is for."""
+    leads: int = 1
+    """How many dimensions of the shape count the envs."""
 
     @classmethod
     def of_action(cls, leaf: Leaf, batch: tuple[int, ...]) -> Form:
         """Return the form of a leaf of the action."""
-        return cls(leaf.key, (*batch, *leaf.shape), torch_dtype(leaf.dtype, leaf.key), leaf)
+        return cls(leaf.key, (*batch, *leaf.shape), leaf_dtype(leaf), leaf, len(batch))
 
     @classmethod
     def of_extra(cls, key: Key, value: Any, batch: tuple[int, ...]) -> Form:
@@ -73,10 +75,12 @@ class Form:
                 f"the batch shape {batch} of the policy's input, one entry for each env. Expand it."
             )
         dtype = value.dtype if isinstance(value, torch.Tensor) else torch_dtype(array.dtype, key)
-        return cls(key, array.shape, dtype)
+        return cls(key, array.shape, dtype, leads=len(batch))
 
     def fit(self, value: Any) -> np.ndarray:
         """Return any value as an array of this form, or say why it cannot be."""
+        if self.leaf is not None and self.leaf.exact:
+            value = self._exactly(value)
         array = _numbers(self.key, value)
         if array.shape != self.shape:
             raise PolicyError(
@@ -95,12 +99,24 @@ class Form:
             )
         return array.astype(dtype, copy=False)
 
+    def _exactly(self, value: Any) -> Any:
+        """Return a value in this form where that loses nothing, else as it is."""
+        tensor = value.detach() if isinstance(value, torch.Tensor) else None
+        if tensor is None:
+            tensor = torch.from_numpy(_numbers(self.key, value).copy())
+        if tensor.shape == (*self.shape, 1) or (*tensor.shape, 1) == self.shape:
+            tensor = tensor.reshape(self.shape)
+        converted = tensor.to(self.dtype)
+        return converted if torch.equal(converted.to(tensor.dtype), tensor) else tensor
+
     def writer(self, slab: Slab) -> Write:
         """Return the function that checks the value of step t and writes it."""
         carried, leaf = slab.layout.places[self.key].field.carried, self.leaf
         if not slab.arrays:
-            return self._device_writer(slab.rows(self.key, True), int(carried))
+            return self._device_writer(slab.rows(self.key, (slab.layout.envs,)), int(carried))
         array = slab.arrays[self.key]
+        if self.leads > 1:
+            array = array.reshape(len(array), *self.shape)
         if leaf is not None and isinstance(leaf.space, spaces.Discrete) and not self.shape:
             return self._index_writer(leaf, array[:, 0])
         shape, dtype, fit, check = self.shape, numpy_dtype(self.dtype), self.fit, self._row_check()
@@ -161,7 +177,7 @@ class Form:
         if self.dtype.is_floating_point:
             # What has a finite sum is finite; `check` knows whether another sum just overflowed.
             return lambda row: None if math.isfinite(sum(row.ravel().tolist())) else check(row)
-        if isinstance(space, spaces.Discrete) and space.n <= 4096:
+        if isinstance(space, spaces.Discrete) and space.n <= 4096 and len(self.shape) < 2:
             low, high = bounds(space)
             there = frozenset(range(low, high + 1))
             return lambda row: None if there.issuperset(row.tolist()) else check(row)

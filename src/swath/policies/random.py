@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,15 @@ from gymnasium import spaces
 
 from swath.memory import Slab
 from swath.policies.base import Act, Interface, Policy
+from swath.policies.choices import OneHot, choose, log_share
 from swath.policies.outputs import DISCRETE, bounds
 from swath.seeding import action_generator
 from swath.tree import Leaf
 
-__all__ = ["ActionSampler", "RandomPolicy", "UniformPolicy", "log_density"]
+__all__ = ["ActionSampler", "Masks", "RandomPolicy", "UniformPolicy", "log_density"]
+
+Masks = Callable[[], Sequence[np.ndarray | None]]
+"""Returns, for each leaf of the action, bool `[N, choices]`, or None where all are open."""
 
 
 class RandomPolicy:
@@ -39,10 +43,18 @@ class RandomPolicy:
 
 
 class ActionSampler:
-    """Draws actions for each env of a group from that env's own generator."""
+    """Draws actions for each env of a group from that env's own generator.
 
-    def __init__(self, leaves: Sequence[Leaf], indices: Sequence[int]) -> None:
-        self._leaves, self._indices = leaves, indices
+    Args:
+        leaves: Of the action.
+        indices: Of the envs' streams.
+        masks: Tells which choices each env has just now. None: all, always.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Leaf], indices: Sequence[int], masks: Masks | None = None
+    ) -> None:
+        self._leaves, self._indices, self.masks = leaves, indices, masks
         self._ends = np.cumsum([_uniforms(leaf) for leaf in leaves]).tolist()
         self.seed(None)
 
@@ -64,13 +76,24 @@ class ActionSampler:
 
     def draw(self, steps: int) -> list[np.ndarray]:
         """Return, for each leaf of the action, the next `steps` actions `[steps, N, *shape]`."""
+        return self.actions(self.units(steps))
+
+    def units(self, steps: int) -> np.ndarray:
+        """Return the numbers in [0, 1) of which the next `steps` actions are made."""
         size = (steps, self._ends[-1])
-        units = np.stack([generator.random(size) for generator in self._generators], 1)
-        starts = [0, *self._ends]
+        return np.stack([generator.random(size) for generator in self._generators], 1)
+
+    def actions(self, units: np.ndarray) -> list[np.ndarray]:
+        """Return the actions that are made of these numbers, by the masks of now."""
+        starts, masks = [0, *self._ends], self.current_masks()
         return [
-            _actions(leaf, units[..., start:end])
-            for leaf, start, end in zip(self._leaves, starts, self._ends, strict=False)
+            _actions(leaf, units[..., start:end], mask)
+            for leaf, start, end, mask in zip(self._leaves, starts, self._ends, masks, strict=False)
         ]
+
+    def current_masks(self) -> Sequence[np.ndarray | None]:
+        """Return the mask of each leaf; None where all choices are open."""
+        return [None] * len(self._leaves) if self.masks is None else self.masks()
 
     def state_dict(self) -> tuple[int, list[Any] | None]:
         """Return the seed, and the state of each generator if they were used."""
@@ -95,15 +118,25 @@ class UniformPolicy(Policy):
 
     @contextlib.contextmanager
     def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
-        """Write all actions now; acting later is nothing."""
-        for leaf, actions in zip(self.interface.actions, self.sampler.draw(steps), strict=True):
-            slab.tensors[leaf.key][:steps].copy_(torch.from_numpy(actions))
-        yield lambda t: None
+        """Write all actions now, and acting later is nothing; unless there are masks."""
+        units = self.sampler.units(steps)
+
+        def write(rows: slice) -> None:
+            for leaf, actions in zip(
+                self.interface.actions, self.sampler.actions(units[rows]), strict=True
+            ):
+                slab.tensors[leaf.key][:steps][rows].copy_(torch.from_numpy(actions))
+
+        if self.sampler.masks is not None:
+            yield lambda t: write(slice(t, t + 1))
+        else:
+            write(slice(None))
+            yield lambda t: None
 
 
 def _is_known(leaf: Leaf) -> bool:
     """Tell whether a space has the way to sample of a class that we know, and not its own."""
-    kinds = (*DISCRETE, spaces.Box)
+    kinds = (*DISCRETE, spaces.Box, OneHot)
     return any(isinstance(leaf.space, k) and type(leaf.space).sample is k.sample for k in kinds)
 
 
@@ -111,15 +144,19 @@ def _uniforms(leaf: Leaf) -> int:
     """Return how many uniform numbers make one action."""
     if not _is_known(leaf):
         return 1
+    if isinstance(leaf.space, OneHot):
+        return len(leaf.space.choices)
     bounded = not isinstance(leaf.space, spaces.Box) or leaf.space.is_bounded()
     return math.prod(leaf.shape) * (1 if bounded else 2)
 
 
-def _actions(leaf: Leaf, units: np.ndarray) -> np.ndarray:
+def _actions(leaf: Leaf, units: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
     """Return actions `[steps, N, *shape]` from numbers `[steps, N, uniforms]` in [0, 1).
 
     Uniform where bounded, exponential where bounded on one side, normal where not at all.
     """
+    if mask is not None or isinstance(leaf.space, OneHot):
+        return choose(leaf, units, mask)
     if not _is_known(leaf):
         return _own_samples(leaf, units[..., 0])
     size, shape = math.prod(leaf.shape), (*units.shape[:2], *leaf.shape)
@@ -148,8 +185,10 @@ def _own_samples(leaf: Leaf, units: np.ndarray) -> np.ndarray:
     return np.reshape(samples, (*units.shape, *leaf.shape))
 
 
-def log_density(leaf: Leaf, actions: np.ndarray) -> np.ndarray:
+def log_density(leaf: Leaf, actions: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
     """Return the log-density of each number of random actions `[..., *shape]`, NaN if unknown."""
+    if mask is not None or isinstance(leaf.space, OneHot):
+        return log_share(leaf, actions, mask)
     if not _is_known(leaf):
         return np.full(actions.shape, np.nan)
     low, high = bounds(leaf.space)

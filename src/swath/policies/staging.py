@@ -56,20 +56,19 @@ class Staging:
 
     def __init__(self, policy: TorchPolicy, reads: Sequence[Key], slab: Slab) -> None:
         self._policy, self._reads, self.device = policy, reads, policy.device
-        batched, n = policy.interface.batched, policy.interface.num_envs
+        lead, n = policy.interface.batch_shape, policy.interface.num_envs
         fields = [slab.layout.places[key].field for key in reads]
         up = Layout([Field(f.key, f.shape, f.dtype) for f in fields], 1, n)
-        lead = len(policy.interface.batch_shape)
-        down = Layout([Field(f.key, f.shape[lead:], f.dtype) for f in policy.forms], 1, n)
+        down = Layout([Field(f.key, f.shape[len(lead) :], f.dtype) for f in policy.forms], 1, n)
         host = slab.device
         self._up_host, self._up = (Slab(up, memory_on(d, up.nbytes)) for d in (host, self.device))
         self._down_host, self._down = (
             Slab(down, memory_on(device, down.nbytes)) for device in (host, self.device)
         )
-        self._inputs = [self._up.rows(key, batched)[0] for key in reads]
-        self._staged = [self._up_host.rows(key, batched)[0] for key in reads]
-        self._outputs = [self._down.rows(form.key, batched)[0] for form in policy.forms]
-        self._answers = [self._down_host.rows(form.key, batched)[0] for form in policy.forms]
+        self._inputs = [self._up.rows(key, lead)[0] for key in reads]
+        self._staged = [self._up_host.rows(key, lead)[0] for key in reads]
+        self._outputs = [self._down.rows(form.key, lead)[0] for form in policy.forms]
+        self._answers = [self._down_host.rows(form.key, lead)[0] for form in policy.forms]
         self._event: Any = None
         if self.device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -88,8 +87,8 @@ class Staging:
                 warnings.warn(f"cudagraph_policy has no effect: {self.graph.why}", stacklevel=2)
         ready = self.graph is not None and self.graph.ready()
         self._run = self.graph.replay if ready and self.graph else self._infer
-        batched = self._policy.interface.batched
-        rows = [slab.rows(key, batched) for key in self._reads]
+        lead = self._policy.interface.batch_shape
+        rows = [slab.rows(key, lead) for key in self._reads]
         direct = len(rows) == 1 and slab.memory.block.is_pinned() and rows[0][0].is_contiguous()
         writes = [form.writer(slab) for form in self._policy.forms]
 

@@ -40,7 +40,7 @@ class TensorDictPolicy(TorchPolicy):
         self._apart: list[Call] | None = None
         observed = [leaf.key for leaf in interface.observations]
         in_keys = as_keys(getattr(policy, "in_keys", ()))
-        self._out_keys = as_keys(getattr(policy, "out_keys", ["action"]))
+        self._out_keys = as_keys(getattr(policy, "out_keys", ()))
         carried = [key for key in in_keys if ("next", *key) in self._out_keys]
         self.states = _states(policy, carried, observed)
         self.needs_is_init = _IS_INIT in in_keys and _IS_INIT not in observed
@@ -66,8 +66,9 @@ class TensorDictPolicy(TorchPolicy):
 
     def read(self, answer: Any) -> dict[Key, Path]:
         states = {state.key for state in self.states}
+        actions = [leaf.key for leaf in self.interface.actions]  # not all policies name them
         paths: dict[Key, Path] = {}
-        for key in as_keys(answer.select(*self._out_keys, strict=False).keys(True, True)):
+        for key in as_keys(answer.select(*self._out_keys, *actions, strict=False).keys(True, True)):
             name = key[1:] if key[0] == "next" and key[1:] in states else key
             if name in states or name[-1][0] != "_":  # private keys stay private
                 paths[name] = (key,)

@@ -2,7 +2,8 @@
 
 from swath.rollout.describe import described, envs_in_words
 from swath.rollout.device import DeviceRunner, runner_for
-from swath.rollout.env import BoundEnvs, CallFailed, EnvGroup
+from swath.rollout.env import BoundEnvs, CallFailed, EnvGroup, interface_of
+from swath.rollout.outcome import Flags, Outcome
 from swath.rollout.plan import Devices, Filled, Plan, lend, slab_for
 from swath.rollout.runner import Runner
 from swath.rollout.transfer import Transfer
@@ -14,11 +15,14 @@ __all__ = [
     "Devices",
     "EnvGroup",
     "Filled",
+    "Flags",
+    "Outcome",
     "Plan",
     "Runner",
     "Transfer",
     "described",
     "envs_in_words",
+    "interface_of",
     "lend",
     "runner_for",
     "slab_for",

@@ -5,23 +5,28 @@ All functions here work on whole columns `[T, N]` of a slab, or on the rows of a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from swath.memory import Field, Slab, torch_dtype
+from swath.memory import Field, Slab, leaf_dtype
 from swath.policies import Interface, Policy
 from swath.rollout import keys
 from swath.rollout.keys import following
+from swath.rollout.outcome import Outcome
 from swath.tree import Key, Leaf, nest
 
 __all__ = [
     "ROOT_FLAGS",
     "clear",
+    "count_fields",
     "cut",
     "env_fields",
+    "fill_counts",
     "fill_ids",
     "final_table",
     "hold",
@@ -39,6 +44,7 @@ def env_fields(
     interface: Interface,
     info_fields: Sequence[Field],
     policy: Policy,
+    outcome: Outcome,
     *,
     masked: bool,
     compact: bool,
@@ -46,11 +52,11 @@ def env_fields(
     """Return the fields that envs and the carried state of the policy need."""
     fields = []
     for leaf in interface.observations:
-        dtype = torch_dtype(leaf.dtype, leaf.key)
-        fields.append(Field(leaf.key, leaf.shape, dtype, carried=True))
-        fields.append(Field(following(leaf.key), leaf.shape, dtype, delivered=not compact))
+        form, below = (leaf.shape, leaf_dtype(leaf)), (0, *leaf.nested)
+        fields.append(Field(leaf.key, *form, carried=True, nested=leaf.nested))
+        fields.append(Field(following(leaf.key), *form, delivered=not compact, nested=below))
     for leaf in interface.actions:
-        fields.append(Field(leaf.key, leaf.shape, torch_dtype(leaf.dtype, leaf.key)))
+        fields.append(Field(leaf.key, leaf.shape, leaf_dtype(leaf), nested=leaf.nested))
     for state in policy.states:
         shape, dtype = tuple(state.initial.shape), state.initial.dtype
         fields.append(Field(state.key, shape, dtype, carried=True))
@@ -58,8 +64,8 @@ def env_fields(
     if policy.needs_is_init:
         fields.append(Field(keys.IS_INIT, (1,), torch.bool, carried=True))
     fields += [Field(key, (1,), torch.bool, carried=True) for key in ROOT_FLAGS]
-    fields.append(Field(keys.REWARD, (1,), torch.float32))
     fields += [Field(key, (1,), torch.bool) for key in _NEXT_FLAGS]
+    fields += outcome.fields()
     if masked:
         fields.append(Field(keys.MASK, (), torch.bool))
     if compact:
@@ -84,12 +90,10 @@ def clear(slab: Slab) -> None:
 
 
 def next_pairs(
-    slab: Slab, interface: Interface, policy: Policy, compact: bool
+    slab: Slab, observed: Sequence[Key], policy: Policy
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return what is copied after each step: (below `next`, carried at the root)."""
-    carried: list[Key] = [state.key for state in policy.states]
-    if not compact:
-        carried += [leaf.key for leaf in interface.observations]
+    carried = [*observed, *(state.key for state in policy.states)]
     return [(slab.arrays[following(key)], slab.arrays[key]) for key in carried]
 
 
@@ -105,18 +109,20 @@ def keep_final(slab: Slab, interface: Interface, t: int, which: np.ndarray) -> N
         slab.arrays[following(leaf.key)][t, which] = slab.arrays[leaf.key][t + 1, which]
 
 
-def hold(slab: Slab, which: np.ndarray, t: int) -> None:
+def hold(slab: Slab, outcome: Outcome, which: np.ndarray, t: int) -> None:
     """Freeze envs that have ended: from row t on they repeat themselves and are masked."""
+    flags = (*ROOT_FLAGS, *outcome.carried)
     for key, place in slab.layout.places.items():
         if not place.field.carried:
             continue
         array = slab.arrays[key]
-        if key in ROOT_FLAGS and t > 0:
+        if key in flags and t > 0:
             array[t, which] = slab.arrays[following(key)][t - 1, which]
         array[t + 1 :, which] = array[t, which]
         if following(key) in slab.arrays:
             slab.arrays[following(key)][t:, which] = array[t, which]
-    slab.arrays[keys.REWARD][t:, which] = 0.0
+    for field in outcome.rewards:
+        slab.arrays[field.key][t:, which] = 0
     slab.arrays[keys.MASK][t:, which] = False
 
 
@@ -163,6 +169,46 @@ def fill_ids(
     return next_id + len(ends)
 
 
+def count_fields(outcome: Outcome, fields: Sequence[Field]) -> list[Field]:
+    """Return the fields that count the steps of trajectories, where none of these does so."""
+    taken = {field.key for field in fields}
+    counts = [field for field in outcome.count_fields() if field.key not in taken]
+    after = [replace(f, key=following(f.key), nested=(0, *f.nested)) for f in counts]
+    return [field for pair in zip(counts, after, strict=True) for field in pair]
+
+
+def fill_counts(
+    slab: Slab,
+    fields: Sequence[Field],
+    steps: int,
+    lengths: np.ndarray,
+    ends: Sequence[tuple[int, int]],
+    mask: np.ndarray | None,
+) -> None:
+    """Write which step of its trajectory each frame is, from 0, and below `next` the one after.
+
+    Args:
+        slab: Where to.
+        fields: Which, as `count_fields` gives them.
+        steps: How many rows are filled.
+        lengths: Of each env's open trajectory before the first row, `[N]`.
+        ends: The (step, env) at which a trajectory ended and another began.
+        mask: `[T, N]`, False where a row is no transition.
+    """
+    shape = (steps, len(lengths))
+    frames = np.ones(shape, np.int64) if mask is None else mask[:steps].astype(np.int64)
+    after = lengths + frames.cumsum(0)
+    before = after - frames
+    begun = np.zeros_like(before)
+    for t, i in ends:
+        if t + 1 < steps:
+            begun[t + 1, i] = before[t + 1, i]
+    np.maximum.accumulate(begun, 0, out=begun)  # the sums only grow
+    for field, count in zip(fields, itertools.cycle((before - begun, after - begun)), strict=False):
+        column = slab.arrays[field.key][:steps]
+        column[...] = count.reshape(*shape, *[1] * (column.ndim - 2))
+
+
 def final_table(
     slab: Slab, observations: Sequence[Leaf], steps: int, mask: np.ndarray | None = None
 ) -> NonTensorData:
@@ -180,8 +226,6 @@ def final_table(
     index = slab.arrays[keys.FINAL][:steps]
     index.fill(-1)
     index[ends] = np.arange(int(ends.sum()))
-    table = {
-        leaf.key: torch.from_numpy(slab.arrays[following(leaf.key)][:steps][ends])
-        for leaf in observations
-    }
+    chosen = torch.from_numpy(ends)
+    table = {leaf.key: slab.tensors[following(leaf.key)][:steps][chosen] for leaf in observations}
     return NonTensorData(TensorDict(nest(table), [int(ends.sum())]))

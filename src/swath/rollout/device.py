@@ -234,6 +234,7 @@ class DeviceRunner(Runner):
             if plan.reset_at_each_iter:
                 ends[-1].fill_(True)
         self._noted = ends
+        self._count_steps(rows, done)
         side_by_side(
             lambda: self.ledger.count(rows[keys.REWARD][..., 0], ends),
             lambda: self.ledger.number(done, rows[keys.TRAJ_IDS]),
@@ -246,6 +247,17 @@ class DeviceRunner(Runner):
             rows[keys.WORKER].fill_(plan.worker)
         if keys.MASK in rows:
             rows[keys.MASK].fill_(True)
+
+    def _count_steps(self, rows: dict[Key, torch.Tensor], done: torch.Tensor) -> None:
+        """Fill in which step of its trajectory each frame is; see `columns.fill_counts`."""
+        if self._counts:
+            before, after = (rows[field.key][..., 0] for field in self._counts)
+            numbers = torch.arange(len(done), device=self.device)[:, None]
+            before[0] = -self.ledger.lengths.long()
+            before[1:] = torch.where(done[:-1], numbers[1:], torch.iinfo(torch.int64).min)
+            torch.sub(numbers, before.cummax(0).values, out=after)
+            before.copy_(after)
+            after.add_(1)
 
     def _check_actions(self, rows: dict[Key, torch.Tensor]) -> None:
         """Note whether any is out of range."""

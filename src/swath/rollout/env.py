@@ -24,8 +24,11 @@ import gymnasium as gym
 import torch
 
 from swath.memory import Field, Slab
+from swath.policies import Interface, Masks
+from swath.rollout.outcome import Outcome
+from swath.tree import Leaf
 
-__all__ = ["BoundEnvs", "CallFailed", "EnvGroup"]
+__all__ = ["BoundEnvs", "CallFailed", "EnvGroup", "interface_of"]
 
 
 class BoundEnvs(Protocol):
@@ -50,8 +53,15 @@ class EnvGroup(Protocol):
     num_envs: int
     batched: bool
     """Delivered as `[N, T]`; a lone env that is not batched is delivered as `[T]`."""
+    lead: tuple[int, ...] | None
+    """How the envs are arranged, if not in one row: delivered as `[*lead, T]`."""
     observation_space: gym.Space[Any]
     action_space: gym.Space[Any]
+    observations: Sequence[Leaf]
+    actions: Sequence[Leaf]
+    outcome: Outcome
+    action_masks: Masks | None
+    """Tells which actions the envs allow just now, where they may forbid some."""
     skips_rows: bool
     """Some rows are no transitions (a reset takes a step of its own); they are masked."""
     resets_singly: bool
@@ -108,6 +118,18 @@ class EnvGroup(Protocol):
     def close(self, timeout: float | None = None) -> None:
         """Close the envs; those in other processes are ended by force after so many seconds."""
         ...
+
+
+def interface_of(group: EnvGroup) -> Interface:
+    """Return what a group shows to a policy."""
+    return Interface(
+        group.observation_space,
+        group.action_space,
+        group.num_envs,
+        group.batched,
+        group.lead,
+        (group.observations, group.actions),
+    )
 
 
 class CallFailed(Exception):

@@ -17,6 +17,7 @@ __all__ = [
     "POLICY_VERSION",
     "RANDOM",
     "REWARD",
+    "STEP_COUNT",
     "TERMINATED",
     "TRAJ_IDS",
     "TRUNCATED",
@@ -33,6 +34,7 @@ NEXT_TERMINATED: Key = ("next", "terminated")
 NEXT_TRUNCATED: Key = ("next", "truncated")
 INFO: Key = ("next", "info")
 IS_INIT: Key = ("is_init",)
+STEP_COUNT: Key = ("step_count",)
 TRAJ_IDS: Key = ("collector", "traj_ids")
 POLICY_VERSION: Key = ("collector", "policy_version")
 MASK: Key = ("collector", "mask")

@@ -142,5 +142,5 @@ def _complete(
         batch.set(keys.FINAL_OBS, table)
     if filled.mask is not None:
         mask = torch.from_numpy(filled.mask).T.reshape(*lead, steps)
-        batch.set(keys.MASK, mask.contiguous().to(batch[keys.REWARD].device))
+        batch.set(keys.MASK, mask.contiguous().to(batch[keys.NEXT_DONE].device))
     return batch

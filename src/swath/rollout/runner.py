@@ -25,16 +25,17 @@ from swath.devices import OwnStream
 from swath.errors import EnvError, PolicyError, SwathError, UsageError
 from swath.memory import Field, Layout, Slab, SlabPool
 from swath.observe import Episodes, Shares
-from swath.policies import ActionSampler, Interface, Policy, State, as_policy, probe
+from swath.policies import ActionSampler, Policy, State, as_policy, probe
 from swath.policies.base import Act, TorchPolicy
 from swath.rollout import columns, keys, loop
-from swath.rollout.env import CallFailed, EnvGroup
+from swath.rollout.env import CallFailed, EnvGroup, interface_of
 from swath.rollout.lanes import Lanes
 from swath.rollout.plan import Filled, Plan, lend, slab_for, view
 from swath.rollout.transfer import Transfer
 from swath.rollout.warmup import RandomFrames
 from swath.seeding import RandomState, env_seed, env_seeds
 from swath.shield import Shield
+from swath.tree import Key
 
 __all__ = ["Runner", "Settle"]
 
@@ -55,6 +56,8 @@ class Runner:
 
     shield = Shield()
     """Lifted while envs and policy are at work; whoever puts one up around `collect` gives it."""
+    _counts: Sequence[Field] = ()
+    """Where the steps of trajectories are counted, if `max_frames_per_traj` limits them."""
 
     def __init__(
         self, group: EnvGroup, policy: Any, plan: Plan, sampler: ActionSampler | None = None
@@ -62,9 +65,7 @@ class Runner:
         _check(group, plan)
         self.group, self.user_policy, self.plan = group, policy, plan
         n = group.num_envs
-        self.interface = Interface(
-            group.observation_space, group.action_space, n, batched=group.batched
-        )
+        self.interface = interface_of(group)
         self.devices = plan.devices.settled(group, policy)
         """Where envs, policy and batches live."""
         self._gpu = next((one for one in self.devices[:2] if one.type == "cuda"), None)
@@ -72,7 +73,9 @@ class Runner:
         self.indices = range(plan.first_env, plan.first_env + n)
         first = plan.first_env if plan.first_stream is None else plan.first_stream
         self.streams = range(first, first + n)
-        self.sampler = sampler or ActionSampler(self.interface.actions, self.streams)
+        self.sampler = sampler or ActionSampler(
+            self.interface.actions, self.streams, group.action_masks
+        )
         self.random_frames = RandomFrames(self.sampler, plan.init_random_frames or 0)
         self.episodes, self.shares = Episodes(n), Shares()
         self.version = self.steps_made = self.frames_made = self.filled = 0
@@ -120,8 +123,9 @@ class Runner:
 
     def _show(self) -> None:
         """Show the policy what it will see."""
+        lead = self.interface.batch_shape
         rows = {
-            key: (row if self.interface.batched else row[0]).to(self.policy.device, copy=True)
+            key: row.reshape((*lead, *row.shape[1:])).to(self.policy.device, copy=True)
             for key, row in self.carry.items()
         }
         probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
@@ -158,14 +162,18 @@ class Runner:
             self.interface,
             self.group.info_fields,
             self.policy,
+            self.group.outcome,
             masked=self.plan.masked or self.group.skips_rows or not self.plan.reset_when_done,
             compact=self.plan.compact_obs,
         )
 
     def _fields(self) -> list[Field]:
         random = self.plan.init_random_frames is not None
+        fields = [*self._env_fields(), *self.policy.extras]
+        if self.plan.max_frames_per_traj is not None:
+            self._counts = columns.count_fields(self.group.outcome, fields)
         own = columns.own_fields(random=random, worker=self.plan.marks_worker)
-        return [*self._env_fields(), *self.policy.extras, *own]
+        return [*fields, *own, *self._counts]
 
     # -- seeds and resets -----------------------------------------------------------------------
 
@@ -322,7 +330,7 @@ class Runner:
             self._last_steps = [limit - 1 - length for limit, length in left]
             self._next_limit = min(self._last_steps)
         if self.frozen.any():
-            columns.hold(slab, np.flatnonzero(self.frozen), 0)
+            columns.hold(slab, self.group.outcome, np.flatnonzero(self.frozen), 0)
 
     def _refreshing(self, act: Act, refresh: Callable[[], int] | None) -> Act:
         """Return `act` with a look at the newest weights before each forward pass."""
@@ -355,8 +363,12 @@ class Runner:
 
     def _pairs(self, slab: Slab) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return what is copied after each step, if the envs have not done so themselves."""
-        without_next = self.plan.compact_obs or self._envs.eager
-        return columns.next_pairs(slab, self.interface, self.policy, without_next)
+        observed: list[Key] = []
+        if not self._envs.eager:
+            observed += self.group.outcome.carried
+            if not self.plan.compact_obs:
+                observed += [leaf.key for leaf in self.interface.observations]
+        return columns.next_pairs(slab, observed, self.policy)
 
     def _end(self, slab: Slab, t: int, ended: Sequence[int], span: tuple[int, int]) -> bool:
         """Close the episodes that ended at step t and start the next ones; True stops."""
@@ -387,7 +399,7 @@ class Runner:
     def _freeze(self, slab: Slab, t: int, which: Sequence[int]) -> None:
         self.group.freeze(which)
         self.frozen[which] = True
-        columns.hold(slab, np.asarray(which), t + 1)
+        columns.hold(slab, self.group.outcome, np.asarray(which), t + 1)
 
     def _reset_some(self, slab: Slab, t: int, left: Sequence[int], which: Sequence[int]) -> None:
         """Start new episodes of these envs in row t, of which only some are left to be reset."""
@@ -410,6 +422,7 @@ class Runner:
         for i in over:
             slab.arrays[keys.NEXT_TRUNCATED][t, i] = True
             self._last_steps[i] = t + self._limits[i]
+        self.group.outcome.truncate(slab, t, over)
         # None is live in a worker whose envs have all ended while another's go on.
         self._next_limit = min((self._last_steps[i] for i in live), default=_NEVER)
         return sorted({*ended, *over})
@@ -438,11 +451,15 @@ class Runner:
             self.renewing[[i for t, i in self._ends if t == steps - 1]] = True
         if steps and (plan.reset_at_each_iter or plan.set_truncated):
             cut = columns.cut(slab, steps - 1, self.frozen)
+            self.group.outcome.truncate(slab, steps - 1, cut)
             if plan.reset_at_each_iter:
                 self._ends.extend((steps - 1, int(i)) for i in cut)
                 self._needs_reset = True
-        reward = slab.arrays[keys.REWARD][:steps, :, 0]
-        self.finished = self.episodes.add(reward, self._ends, mask)
+        if self._counts:
+            lengths = self.episodes.lengths
+            columns.fill_counts(slab, self._counts, steps, lengths, self._ends, mask)
+        gains = self.group.outcome.gains(slab, steps)
+        self.finished = self.episodes.add(gains, self._ends, mask)
         for key, row in self.carry.items():
             row.copy_(slab.tensors[key][steps])
         self.steps_made += steps
@@ -489,6 +506,7 @@ class Runner:
         if self._limits is not None:
             over = [i for i in which.tolist() if self._last_steps[i] <= t]
             slab.arrays[keys.NEXT_TRUNCATED][t, over] = done[t, over] = True
+            self.group.outcome.truncate(slab, t, over)
         self._ends += [(t, i) for i in which.tolist() if done[t, i]]
 
     def _located(self, failure: CallFailed) -> EnvError:

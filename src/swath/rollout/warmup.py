@@ -53,11 +53,12 @@ class RandomFrames:
                 act(t)
             if len(chosen):
                 random[t, chosen] = True
+                masks = [m if m is None else m[chosen] for m in self._sampler.current_masks()]
                 draws = [draw[0, chosen] for draw in self._sampler.draw(1)]
                 for leaf, draw in zip(leaves, draws, strict=True):
                     slab.arrays[leaf.key][t, chosen] = draw
                 for field in log_probs:
-                    slab.arrays[field.key][t, chosen] = _log_prob(field, leaves, draws)
+                    slab.arrays[field.key][t, chosen] = _log_prob(field, leaves, draws, masks)
 
         return act_at_random
 
@@ -81,7 +82,8 @@ class RandomFrames:
         flat = [draw.reshape(-1, *draw.shape[2:]) for draw in draws]
         for field in runner.policy.extras:
             if field.key[-1].endswith("log_prob"):
-                values = _log_prob(field, leaves, flat).reshape(rows, n, *field.shape)
+                values = _log_prob(field, leaves, flat, [None] * len(leaves))
+                values = values.reshape(rows, n, *field.shape)
                 placed[field.key] = values.astype(np.float32)
         tensors = [
             (slab.tensors[key], torch.from_numpy(v).to(column.device)) for key, v in placed.items()
@@ -109,7 +111,12 @@ def _count(random: np.ndarray, mask: np.ndarray | None) -> int:
     return int((random if mask is None else random & mask).sum())
 
 
-def _log_prob(field: Field, leaves: Sequence[Leaf], draws: Sequence[np.ndarray]) -> np.ndarray:
+def _log_prob(
+    field: Field,
+    leaves: Sequence[Leaf],
+    draws: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray | None],
+) -> np.ndarray:
     """Return the log-density of random actions in the form that the policy gives its own.
 
     That is one number for the whole action, or one for each number of an action; of the one leaf
@@ -117,8 +124,8 @@ def _log_prob(field: Field, leaves: Sequence[Leaf], draws: Sequence[np.ndarray])
     """
     own = [leaf for leaf in leaves if (*leaf.key[:-1], f"{leaf.key[-1]}_log_prob") == field.key]
     parts = [
-        log_density(leaf, draw)
-        for leaf, draw in zip(leaves, draws, strict=True)
+        log_density(leaf, draw, mask)
+        for leaf, draw, mask in zip(leaves, draws, masks, strict=True)
         if leaf in own or not own
     ]
     if len(parts) == 1 and parts[0].shape[1:] == field.shape:
