@@ -68,6 +68,7 @@ def script(tmp_path, monkeypatch):
             value.shutdown()
         elif isinstance(value, ReplayBuffer):
             value.close()
+    scope.clear()  # a batch that is held keeps its memory
     torch.set_num_threads(threads)
     torch.set_rng_state(random)
     os.environ.clear()
