@@ -18,7 +18,7 @@ from swath.data.replay import ReplayBuffer
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NEEDS = {"atari.md": ("ale_py", "cv2"), "mujoco.md": ("mujoco",), "logging.md": ("tensorboard",)}
-CLUSTER = {"clusters.md", "distributed.md", "ray.md"}
+CLUSTER = {"clusters.md", "distributed.md"}
 NOT_RUN = "<!-- not run"
 BLOCK = re.compile(rf"({NOT_RUN}[^\n]*-->\n+)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -89,12 +89,21 @@ def test_programs_of_a_page_run_one_after_the_other(page, script):
 GUIDE = [
     *(f"guide/{name}.md" for name in ("envs", "policies", "batches", "processes", "replay")),
     *(f"guide/{name}.md" for name in ("state", "failures", "datasets")),
-    *("devices.md", "distributed.md", "ray.md"),
+    *("devices.md", "distributed.md"),
 ]
 
 
 @pytest.mark.parametrize("page", _marked([DOCS / name for name in GUIDE]))
 def test_a_guide_page_opens_with_a_program_that_runs(page, script):
+    _run_first(page, script)
+
+
+@pytest.mark.cluster
+def test_the_page_about_ray_opens_with_a_program_that_runs(cluster, script):
+    _run_first(DOCS / "ray.md", script)
+
+
+def _run_first(page, script):
     text = page.read_text()
     first = BLOCK.search(text)
     assert first, f"{page} has no program"
