@@ -46,7 +46,7 @@ _BATCH = 2048  # frames, about
 _BadUsage: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Collect experience for reinforcement learning: envs and a policy in, TensorDicts out.",
 )

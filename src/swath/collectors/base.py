@@ -402,6 +402,21 @@ class BaseCollector(abc.ABC):
             if self._background is not None:
                 self._background.stop(timeout)
 
+    def __repr__(self) -> str:
+        options = vars(self).get("options")
+        if options is None:  # it is being made, or could not be
+            return f"<{type(self).__name__}, not made yet>"
+        about = {
+            "num_workers": getattr(self, "num_workers", None),
+            "frames_per_batch": options.frames_per_batch,
+            "total_frames": options.total_frames if options.total_frames > 0 else None,
+            "frames": self._frames,
+            "policy_version": getattr(self, "policy_version", None),
+            "closed": self._closed or None,
+        }
+        parts = [f"{name}={value}" for name, value in about.items() if value is not None]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     def _is_usable(self) -> bool:
         """Tell whether this process may use what the collector works with."""
         return self._owner.is_here

@@ -23,6 +23,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from swath.data import saving
+from swath.data.arguments import as_frame, check_capacity, refusing_unknown_names
 from swath.data.drawing import Draws, Wanted
 from swath.data.frames import check_fit, frames_of, leaves
 from swath.data.pacing import Feeders, Pace, Prefetcher, Stopped
@@ -95,6 +96,7 @@ class ReplayBuffer:
     """Whether others may write who are not known here, as in shared memory or where a ratio is to
     be kept; `sample` waits then. The last collector that has ended says that nobody does."""
 
+    @refusing_unknown_names
     def __init__(  # noqa: PLR0913 - each is one independent choice
         self,
         capacity: int,
@@ -113,7 +115,8 @@ class ReplayBuffer:
         timeout: float | None = None,
         seed: int | None = None,
     ) -> None:
-        self.capacity, self.storage, self.batch_size = capacity, storage, batch_size
+        self.capacity, self.storage = check_capacity(capacity), storage
+        self.batch_size = batch_size
         self.samples_per_insert = samples_per_insert
         self._pace = Pace(min_size, samples_per_insert, tolerance, timeout)
         self._directory = None if directory is None else Path(directory).expanduser().absolute()
@@ -144,7 +147,7 @@ class ReplayBuffer:
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
         if self._directory is not None and holds_ring(self._directory):
-            self._use(open_ring(capacity, self._directory))
+            self._use(open_ring(self.capacity, self._directory))
 
     def _check_arguments(self, prefetch: int, pin_memory: bool) -> None:
         kind = self.storage.partition(":")[0]
@@ -243,9 +246,9 @@ class ReplayBuffer:
         with ring.shield.lifted():  # while a write waits, Ctrl-C may come
             self._check()
 
-    def add(self, frame: TensorDictBase) -> None:
-        """Write one frame, a TensorDict without batch size."""
-        self.extend(frame.unsqueeze(0))
+    def add(self, frame: TensorDictBase | Mapping[str, Any]) -> None:
+        """Write one frame, a TensorDict without batch size or a dict of values."""
+        self.extend(as_frame(frame).unsqueeze(0))
 
     def prepare(self, batch: TensorDictBase) -> None:
         """Make the memory for frames like those of a batch, and write none."""
@@ -432,6 +435,30 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         return 0 if self._ring is None else self._ring.words[Word.HELD]
+
+    def __getitem__(self, index: Any) -> TensorDict:
+        """Return a copy of frames by their place among those that are here, the oldest first.
+
+        Args:
+            index: An int for one frame; a slice, a list or an array for several.
+        """
+        self._check()
+        ring = self._ring
+        numbers = np.empty(0, np.int64) if ring is None else ring.numbers()
+        chosen = numbers[index.cpu().numpy() if isinstance(index, torch.Tensor) else index]
+        found = None if ring is None else self._draws.copy(ring, np.atleast_1d(chosen).copy(), None)
+        if found is None:
+            raise IndexError(f"the frames {index} of this replay buffer were overwritten just now")
+        return found if np.ndim(chosen) else found[0]
+
+    def __repr__(self) -> str:
+        about = vars(self)
+        if "sampler" not in about:  # it could not be made
+            return "<ReplayBuffer, not made yet>"
+        parts = [f"capacity={self.capacity}", f"frames={len(self)}", f"storage={self.storage!r}"]
+        parts += [] if self._directory is None else [f"directory={str(self._directory)!r}"]
+        parts += [f"sampler={type(self.sampler).__name__}", f"batch_size={self.batch_size}"]
+        return f"{type(self).__name__}({', '.join([*parts, *['closed=True'] * self._closed])})"
 
     def empty(self) -> None:
         """Forget all frames; what is being written meanwhile too."""

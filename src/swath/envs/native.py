@@ -222,6 +222,12 @@ class BatchedTorchEnv(abc.ABC):
     def _observe(self, state: Tensor) -> Observation:
         """Return what the policy sees of the states, in the dtype of `observation_space`."""
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_envs={self.num_envs}, device={str(self.device)!r}, "
+            f"max_episode_steps={self.max_episode_steps})"
+        )
+
     def to(self, device: torch.device | str) -> BatchedTorchEnv:
         """Move the envs to a device, with all that they are doing, and return them."""
         for name, value in vars(self).items():
