@@ -49,6 +49,7 @@ VALUES: dict[str, Any] = {
     "post_collect_hook": "nothing",
     "replay_buffer": "kept",
     "policy_factory": "made",
+    "trust_policy": True,
     "env_groups": 2,
     "compile_policy": {"backend": "eager"},
     "cudagraph": True,
@@ -134,7 +135,8 @@ def case_of(owner: str, names: tuple[str, ...]) -> cases_kit.Case:
     if "collector_kwargs" in options and "frames_per_batch" not in names:
         del options["frames_per_batch"]
     ops = [("next", 3), ("publish", "own", None, False), ("next", 2), ("partial",)]
-    return cases_kit.Case(owner, envs, "module", options, ops)
+    policy = "tensordict" if "trust_policy" in names else "module"
+    return cases_kit.Case(owner, envs, policy, options, ops)
 
 
 def outcome(owner: str, names: tuple[str, ...]) -> str:

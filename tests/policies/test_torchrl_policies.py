@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -34,7 +35,8 @@ from torchrl.modules import (
     set_recurrent_mode,
 )
 
-from swath.errors import PolicyError, UsageError
+from swath.envs import ParallelEnv, SerialEnv
+from swath.errors import PolicyError
 
 PAIR = spaces.Dict({"push": spaces.Box(-np.inf, np.inf, (2,)), "gear": spaces.Discrete(3)})
 
@@ -225,10 +227,67 @@ def test_the_state_that_came_out_goes_in_until_an_episode_ends(kind):
     assert came_out.all()
 
 
-def test_a_state_that_the_env_primes_too_is_refused():
-    both = spaces.Dict({"observation": spaces.Box(-1, 1, (3,)), "rs_h": spaces.Box(0, 0, (1, 4))})
-    with pytest.raises(UsageError, match=r"both the policy and the env give 'rs_h'.*Primer"):
-        make_collector(recurrent("gru"), make_envs(None, observation_space=both))
+PRIMED = spaces.Dict(
+    {
+        "observation": spaces.Box(-1, 1, (3,)),
+        "is_init": spaces.Box(0, 1, (1,), bool),
+        "rs_h": spaces.Box(0, 9, (1, 4)),
+    }
+)
+
+
+class Primed(gym.Env):
+    """Says how a state starts: as the number of the episode. What it gives after steps is noise."""
+
+    observation_space, action_space = PRIMED, spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.episode = 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.episode, self.step_number = self.episode + 1, 0
+        return self._seen(np.full((1, 4), self.episode % 9), True), {}
+
+    def step(self, action: Any) -> Any:
+        self.step_number += 1
+        ended = self.step_number == 4
+        return self._seen(np.full((1, 4), 9.0), False), 0.0, ended, False, {}
+
+    def _seen(self, state: np.ndarray, starts: bool) -> Any:
+        observation = self.np_random.uniform(-1, 1, 3).astype(np.float32)
+        is_init = np.array([starts])
+        return {"observation": observation, "is_init": is_init, "rs_h": state.astype(np.float32)}
+
+
+def gated(chooses: Any) -> Any:
+    """A cell that adds to its state, so that all of it can be seen."""
+
+    def step(observation: torch.Tensor, state: torch.Tensor) -> Any:
+        return chooses(observation), state + 0.5
+
+    return TensorDictModule(step, ["observation", "rs_h"], ["action", ("next", "rs_h")])
+
+
+def a_function(td: TensorDict) -> TensorDict:
+    td["next", "rs_h"] = td["rs_h"] + 0.5
+    return td.set("action", td["observation"].argmax(-1) % 2)
+
+
+@pytest.mark.parametrize("where", ["here", "processes"])
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("policy", [gated(lambda x: x.argmax(-1) % 2), a_function])
+def test_an_env_may_say_how_a_state_starts_and_the_policy_how_it_goes_on(policy, compact, where):
+    envs = SerialEnv(2, Primed) if where == "here" else ParallelEnv(2, Primed)
+    data = collect(policy, envs, batches=3, compact_obs=compact)
+    state = data["rs_h"][..., 0, 0]
+    steps = torch.arange(21)
+    first = 1 if where == "here" else None
+    assert torch.equal(state - state[:, :1], ((steps // 4) % 9 + 0.5 * (steps % 4)).expand(2, -1))
+    assert first is None or state[0, 0] == 1
+    assert torch.equal(data["is_init"][0, :, 0], steps % 4 == 0)
+    if not compact:
+        assert torch.equal(data["next", "rs_h"], data["rs_h"] + 0.5)
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])

@@ -155,8 +155,8 @@ class BaseCollector(abc.ABC):
         options = self.options
         batch = self._finishing(batch)
         storing = options.storing_device or options.device
-        if options.assembles and isinstance(storing, (str, torch.device)):
-            batch = batch.to(storing)
+        if isinstance(storing, (str, torch.device)) and isinstance(batch, TensorDictBase):
+            batch = batch.to(storing)  # mostly it is there, and only says so from now on
         if options.post_collect_hook is not None:
             options.post_collect_hook(batch)
         if options.replay_buffer is None:

@@ -95,8 +95,8 @@ _SAME = """
     num_workers_per_collector policy_device policy_factory post_collect_hook postproc
     pre_collect_hook preemptive_threshold ray_init_config remote_configs replay_buffer
     reset_at_each_iter reset_when_done set_truncated slurm_kwargs split_trajs storing_device
-    tcp_port tensorpipe_options total_frames traj_format trajs_per_batch update_at_each_batch
-    visible_devices
+    tcp_port tensorpipe_options total_frames traj_format trajs_per_batch trust_policy
+    update_at_each_batch visible_devices
 """
 
 _OPTIONS: tuple[Row, ...] = (
@@ -157,11 +157,6 @@ _OPTIONS: tuple[Row, ...] = (
         tried=(False,),
     ),
     Option(name="trajs_per_write", nothing=ANY, says="How many are written at once is nobody's."),
-    Option(
-        name="trust_policy",
-        nothing=ANY,
-        says="A policy is recognised by what it takes and returns.",
-    ),
     Option(
         name="use_buffers", nothing=ANY, says="Rollouts are written once, to memory that is kept."
     ),

@@ -143,6 +143,8 @@ class Options:
     """Write batches to this buffer (any object with `extend`); iteration then yields None."""
     policy_factory: Callable[[], Any] | None = _option(None, Function(each=True))
     """A function that makes the policy, instead of `policy`. Workers each call it."""
+    trust_policy: bool = _option(False, Flag())
+    """Call the policy with a TensorDict, even if nothing about it says that it takes one."""
     env_groups: int = _option(1, Count(1))
     """Split the envs into this many groups that take turns: one group steps while a GPU computes
     the actions of another. Batches do not change."""

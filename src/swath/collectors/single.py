@@ -272,6 +272,7 @@ def plan_of(options: Options, steps: int, worker: int | None = None) -> Plan:
         set_truncated=options.set_truncated,
         compact_obs=options.compact_obs,
         exploration_type=options.interaction_type,
+        trust_policy=options.trust_policy,
         memory_order=options.memory_order,
         compile_policy=options.compile_arguments,
         cudagraph=options.cudagraph,

@@ -40,8 +40,17 @@ __all__ = [
 ]
 
 
-def as_policy(policy: Any, interface: Interface, sampler: ActionSampler) -> Policy:
-    """Return the adapter for whatever the user passed; computing ones still need `probe`."""
+def as_policy(
+    policy: Any, interface: Interface, sampler: ActionSampler, takes_tensordict: bool = False
+) -> Policy:
+    """Return the adapter for whatever the user passed; computing ones still need `probe`.
+
+    Args:
+        policy: What the user passed.
+        interface: What the envs show to it.
+        sampler: Draws random actions.
+        takes_tensordict: It does, even if nothing about it says so.
+    """
     if policy is None or isinstance(policy, RandomPolicy) or _is_blank_random(policy):
         return UniformPolicy(interface, sampler)
     if isinstance(policy, type) or not callable(policy):
@@ -50,7 +59,7 @@ def as_policy(policy: Any, interface: Interface, sampler: ActionSampler) -> Poli
             "observation to action, or a tensordict.nn module. Pass an object, or what makes one "
             "as policy_factory."
         )
-    if is_tensordict_policy(policy):
+    if takes_tensordict or is_tensordict_policy(policy):
         return TensorDictPolicy(interface, policy)
     return CallablePolicy(interface, policy)
 
@@ -103,7 +112,7 @@ def probe(
         shapes = {"/".join(key): tuple(rows[key].shape) for key in adapter.inputs}
         raise PolicyError(
             f"the policy raised {type(error).__name__}: {error}. It was called with {shapes}; "
-            "see the cause above."
+            f"see the cause above.{adapter.advice(error, rows)}"
         ) from error
     if not isinstance(getattr(policy, "__self__", policy), torch.nn.Module):
         return  # a function has no copy to try faster ways on

@@ -22,9 +22,10 @@ import gymnasium as gym
 import torch
 
 from swath.errors import PolicyError
-from swath.memory import Field, Slab
+from swath.memory import Field, Slab, leaf_dtype
 from swath.policies.calls import Call, joined, short
-from swath.policies.outputs import Form, check_free, check_range
+from swath.policies.carried import Carried
+from swath.policies.outputs import LONE_ENV, Form, check_free, check_range
 from swath.policies.probing import Trial, attempt, modules_of, repeats
 from swath.policies.shortcuts import installed
 from swath.policies.staging import Staging
@@ -84,11 +85,27 @@ class Policy:
         """What it stores beside the action."""
         self.states: list[State] = []
         """What it carries from step to step."""
+        self.primed: list[Key] = []
+        """Observations that are such states, too: the env only says how they start."""
+        self.carried = Carried()
+        """What it wrote at its last step, where it is given that back."""
         self.needs_is_init = False
         """Reads a flag that is True at the first step of an episode."""
         self.device = torch.device("cpu")
         """Where it computes."""
+        self.asked_device: torch.device | None = None
+        """Where the user said that it computes."""
         self.modules: list[torch.nn.Module] = []
+
+    @property
+    def carries(self) -> bool:
+        """Whether it is given back what it wrote."""
+        return False
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether its next step reads tensors that are there and will stay."""
+        return bool(self.carried.values) or not self.carries
 
     def bound(self, slab: Slab, steps: int) -> AbstractContextManager[Act]:
         """Give the function that acts at step t of this slab; entered once per rollout."""
@@ -124,16 +141,20 @@ class TorchPolicy(Policy):
         self.paths: dict[Key, Path] = {}
         self.forms: list[Form] = []
 
-    def read(self, answer: Any) -> dict[Key, Path]:
-        """Return where in the policy's answer each value stands."""
+    def ask(self, policy: Callable[..., Any], rows: Sequence[torch.Tensor]) -> Any:
+        """Return what a policy, the user's or a compiled one, answers to these rows."""
+        return policy(*(self.arguments(rows) if self.arguments else rows))
+
+    def read(self, answer: Any, rows: Sequence[torch.Tensor]) -> dict[Key, Path]:
+        """Return where in the policy's answer to these rows each value stands."""
         raise NotImplementedError
 
     def learn(self, rows: Mapping[Key, torch.Tensor]) -> Trial:
         """Call the policy on these rows, to learn what it writes; it is left as it was."""
 
         def call(*inputs: torch.Tensor) -> list[Any]:
-            answer = self.policy(*(self.arguments(inputs) if self.arguments else inputs))
-            self.paths.update(self.read(answer))
+            answer = self.ask(self.policy, inputs)
+            self.paths.update(self.read(answer, inputs))
             return [fetch(answer, path) for path in self.paths.values()]
 
         trial = attempt(self.modules, call, [rows[key] for key in self.inputs])
@@ -142,6 +163,17 @@ class TorchPolicy(Policy):
         self.calls = self.choose(trial, rows)
         return trial
 
+    def advice(self, error: Exception, rows: Mapping[Key, torch.Tensor]) -> str:
+        """Return what may help, in whole sentences, where the policy has failed on these rows."""
+        if self.interface.batched:
+            return ""
+        try:
+            with_batch = [rows[key][None] for key in self.inputs]
+            attempt(self.modules, lambda *inputs: [self.ask(self.policy, inputs)], with_batch)
+        except Exception:  # of the user's code
+            return ""
+        return LONE_ENV
+
     def settle(self, values: Mapping[Key, Any]) -> None:
         """Fix the form of every output from the first values, after checking them."""
         batch = self.interface.batch_shape
@@ -149,6 +181,10 @@ class TorchPolicy(Policy):
         for state in self.states:
             shape = (*batch, *state.initial.shape)
             needed[state.key] = Form(state.key, shape, state.initial.dtype, leads=len(batch))
+        for leaf in self.interface.observations:
+            if leaf.key in self.primed:  # the env has row t + 1, until the step is made
+                shape, key = (*batch, *leaf.shape), ("next", *leaf.key)
+                needed[leaf.key] = Form(key, shape, leaf_dtype(leaf), leads=len(batch))
         for key in needed:
             if key not in values:
                 raise PolicyError(
@@ -159,7 +195,7 @@ class TorchPolicy(Policy):
         for key, value in values.items():
             form = needed.get(key)
             if form is None:
-                check_free(key, taken)
+                check_free(key, taken, also_at_root=key[1:] in values)
                 form = Form.of_extra(key, value, batch)
                 self.extras.append(Field(key, form.shape[len(batch) :], form.dtype))
             array = form.fit(value)
@@ -181,7 +217,7 @@ class TorchPolicy(Policy):
         return Call(self._answer, inputs, outputs)
 
     def _answer(self, *rows: torch.Tensor) -> Any:
-        answer = self._policy(*(self.arguments(rows) if self.arguments else rows))
+        answer = self.ask(self._policy, rows)
         try:
             return self._pick(answer)
         except (LookupError, TypeError) as error:
@@ -213,7 +249,10 @@ class TorchPolicy(Policy):
     def bound(self, slab: Slab, steps: int) -> Iterator[Act]:
         self.refresh()
         with installed(self.modules if self.takes_shortcuts else ()):
-            yield self.bind(slab)
+            try:
+                yield self.bind(slab)
+            finally:
+                self.carried.keep()
 
     def bind(self, slab: Slab) -> Act:
         """Return `act(t)` for this slab."""

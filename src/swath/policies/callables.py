@@ -66,7 +66,16 @@ class CallablePolicy(TorchPolicy):
         if _is_nested(space) or _is_nested(initial):
             self.arguments = _nester((space, initial)[: 1 + self._recurrent], itertools.count())
 
-    def read(self, answer: Any) -> dict[Key, Path]:
+    def advice(self, error: Exception, rows: Mapping[Key, torch.Tensor]) -> str:
+        advice = super().advice(error, rows)
+        if not advice and isinstance(error, (AttributeError, LookupError, TypeError)):
+            return (
+                " If it is to get a TensorDict, call its argument td or tensordict, or annotate it "
+                "with TensorDict."
+            )
+        return advice
+
+    def read(self, answer: Any, rows: Sequence[torch.Tensor]) -> dict[Key, Path]:
         paths: dict[Key, Path] = {}
         states: dict[Key, Path] = {}
         decision: Any = answer

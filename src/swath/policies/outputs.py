@@ -21,15 +21,21 @@ from swath.errors import PolicyError, UsageError
 from swath.memory import Slab, leaf_dtype, numpy_dtype, torch_dtype
 from swath.tree import Key, Leaf, key_name
 
-__all__ = ["DISCRETE", "Form", "bounds", "check_free", "check_range", "to_array"]
+__all__ = ["DISCRETE", "LONE_ENV", "Form", "bounds", "check_free", "check_range", "to_array"]
 
 Write = Callable[[int, Any], None]
+
+LONE_ENV = (
+    " A lone env has no batch dimension, which this policy seems to want: pass the env in a list, "
+    "[env], and it gets one, of size 1."
+)
 
 DISCRETE = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 _RESERVED: tuple[Key, ...] = tuple(
     (name,) for name in ("done", "terminated", "truncated", "next", "collector")
 )
+_BELOW_NEXT: tuple[Key, ...] = (("reward",), ("info",))
 _SMALL = 64
 """Up to this many numbers plain Python checks a row faster than numpy does."""
 
@@ -193,6 +199,8 @@ class Form:
         space = None if self.leaf is None else self.leaf.space
         if isinstance(space, spaces.Discrete) and given == (*self.shape, int(space.n)):
             return " It looks like logits or a one-hot vector: return its argmax(-1)."
+        if given == (1, *self.shape):
+            return LONE_ENV
         if given == (*self.shape, 1):
             return " Drop the last dimension with squeeze(-1)."
         if self.shape == (*given, 1):
@@ -215,15 +223,26 @@ def _numbers(key: Key, value: Any) -> np.ndarray:
     )
 
 
-def check_free(key: Key, taken: Iterable[Key]) -> None:
-    """Refuse a key that would hide, or be hidden by, another one of the batch."""
-    for other in (*taken, *_RESERVED):
+def check_free(key: Key, taken: Iterable[Key], also_at_root: bool = False) -> None:
+    """Refuse a key that would hide, or be hidden by, another one of the batch.
+
+    Args:
+        key: Where the policy writes.
+        taken: What stands at the root.
+        also_at_root: What it writes below `next` stands at the root as well, and is read there.
+    """
+    if also_at_root and key[0] == "next":
+        key, others, under = key[1:], (*taken, *_RESERVED, *_BELOW_NEXT), "next "
+    else:
+        others, under = (*taken, *_RESERVED), ""
+    for other in others:
         short = min(len(key), len(other))
         if key[:short] == other[:short]:
-            whose = "swath fills in itself" if other in _RESERVED else "is taken already"
+            ours = other in _RESERVED or other in _BELOW_NEXT
+            whose = "swath fills in itself" if ours else "is taken already"
             hint = f" A state must be read at {key_name(key[1:])} too." if key[0] == "next" else ""
             raise UsageError(
-                f"the policy's output {key_name(key)} clashes with {key_name(other)}, which "
+                f"the policy's {under}output {key_name(key)} clashes with {key_name(other)}, which "
                 f"{whose}. Rename the output.{hint}"
             )
 

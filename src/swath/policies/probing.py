@@ -122,6 +122,8 @@ def modules_of(policy: Any) -> list[torch.nn.Module]:
     if isinstance(policy, torch.nn.Module):
         return [policy]
     if inspect.ismethod(policy):
+        if _is_env(policy.__self__):
+            return []
         return [*modules_of(policy.__self__), *modules_of(policy.__func__)]
     if isinstance(policy, functools.partial):
         parts = [policy.func, *policy.args, *policy.keywords.values()]
@@ -131,4 +133,12 @@ def modules_of(policy: Any) -> list[torch.nn.Module]:
         with contextlib.suppress(ValueError):  # a name that is not bound yet
             names = inspect.getclosurevars(policy)
             parts += [*names.nonlocals.values(), *names.globals.values()]
-    return [part for part in parts if isinstance(part, torch.nn.Module)]
+    return [part for part in parts if isinstance(part, torch.nn.Module) and not _is_env(part)]
+
+
+def _is_env(thing: Any) -> bool:
+    """Tell one of TorchRL's envs, which are modules without being part of a policy."""
+    return any(
+        kind.__name__ == "EnvBase" and kind.__module__.startswith("torchrl.")
+        for kind in type(thing).__mro__
+    )

@@ -85,7 +85,8 @@ class Staging:
             )
             if self.graph.why is not None:
                 warnings.warn(f"cudagraph_policy has no effect: {self.graph.why}", stacklevel=2)
-        ready = self.graph is not None and self.graph.ready()
+        starts = self._policy.can_be_recorded
+        ready = self.graph is not None and starts and self.graph.ready()
         self._run = self.graph.replay if ready and self.graph else self._infer
         lead = self._policy.interface.batch_shape
         rows = [slab.rows(key, lead) for key in self._reads]
@@ -118,12 +119,17 @@ class Staging:
         values = (values,) if len(self._outputs) == 1 else values
         for form, output, value in zip(self._policy.forms, self._outputs, values, strict=True):
             output.copy_(form.as_tensor(value))
+        if self.graph is not None:
+            self._policy.carried.keep()
 
     def _why(self) -> str | None:
         """Return what speaks against recording the policy."""
         if self.device.type != "cuda":
             return "the policy is on the CPU"
+        carried = self._policy.carried.state_dict()
         with RandomState.from_global(self.device).installed():
             with unchanged_buffers(self._policy.modules):
                 self._infer()  # what is made at the first call only
-                return refusal(self._infer)
+                why = refusal(self._infer)
+        self._policy.carried.load_state_dict(carried, self.device)
+        return why

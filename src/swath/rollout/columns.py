@@ -92,9 +92,15 @@ def clear(slab: Slab) -> None:
 def next_pairs(
     slab: Slab, observed: Sequence[Key], policy: Policy
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return what is copied after each step: (below `next`, carried at the root)."""
+    """Return what row t is copied to and from after step t: below `next`, and the next at the root.
+
+    The other way round where the env says only how a state starts, and the policy how it goes on.
+    """
     carried = [*observed, *(state.key for state in policy.states)]
-    return [(slab.arrays[following(key)], slab.arrays[key]) for key in carried]
+    pairs = [(following(key), key) for key in carried if key not in policy.primed]
+    forth = [(slab.arrays[after], slab.arrays[key][1:]) for after, key in pairs]
+    back = [(slab.arrays[key][1:], slab.arrays[following(key)]) for key in policy.primed]
+    return forth + back
 
 
 def mark_done(slab: Slab, t: int, which: np.ndarray) -> None:

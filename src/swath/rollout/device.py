@@ -24,7 +24,8 @@ import torch
 from swath.devices import Recorder, fingerprint, refusal, side_by_side
 from swath.errors import PolicyError, UsageError
 from swath.memory import DeviceMemory, Layout, Slab
-from swath.policies import ActionSampler, Interface, UniformPolicy
+from swath.policies import ActionSampler, Interface, Policy, UniformPolicy
+from swath.policies.base import TorchPolicy
 from swath.policies.outputs import DISCRETE, bounds
 from swath.policies.probing import unchanged_buffers
 from swath.rollout import columns, keys, loop
@@ -33,7 +34,7 @@ from swath.rollout.ledger import Ledger
 from swath.rollout.plan import Filled, Plan
 from swath.rollout.runner import Runner, Settle
 from swath.seeding import RandomState
-from swath.tree import Key
+from swath.tree import Key, key_name
 
 __all__ = ["DeviceRunner", "runner_for"]
 
@@ -83,6 +84,7 @@ class DeviceRunner(Runner):
         self._limit = plan.max_frames_per_traj
         self._played = self.ledger.lengths.long()
         super().__init__(group, policy, plan, sampler)
+        _check_reads(self.policy)
         self._ranges = _ranges(self.interface, device)
         for key in columns.ROOT_FLAGS:  # always False: who ends is reset at once
             del self.carry[key]
@@ -156,6 +158,7 @@ class DeviceRunner(Runner):
         if self._limit is not None:
             self._played.copy_(self.ledger.lengths)
         whole = steps == self.plan.steps and not self.random_frames.left
+        whole = whole and self.policy.can_be_recorded
         if whole and self.graph.ready():
             assert self._static is not None
             self.graph.replay()
@@ -288,6 +291,7 @@ class DeviceRunner(Runner):
         except Exception as error:  # whatever a user's env does when it is copied
             return f"the env cannot be copied to try it ({type(error).__name__}: {error})"
         carry = {key: row.clone() for key, row in self.carry.items()}
+        carried = self.policy.carried.state_dict()
         try:
             with self._surroundings(), RandomState.from_global(self.device).installed():
                 with unchanged_buffers(self.policy.modules):
@@ -301,6 +305,7 @@ class DeviceRunner(Runner):
         finally:
             for key, row in carry.items():
                 self.carry[key].copy_(row)
+            self.policy.carried.load_state_dict(carried, self.device)
         changed = sorted({name for name, _ in others})
         return why or (f"each step exchanges {', '.join(changed)}" if changed else None)
 
@@ -317,6 +322,18 @@ class DeviceRunner(Runner):
         self.stream.synchronize()  # or a rollout that is under way would tell of its actions yet
         self._bad.fill_(False)
         self._told.fill_(False)
+
+
+def _check_reads(policy: Policy) -> None:
+    """Refuse a policy that reads what is known on the host only, or not in time."""
+    reads = policy.inputs if isinstance(policy, TorchPolicy) else ()
+    if keys.TRAJ_IDS in reads or policy.primed:
+        what = [*policy.primed, *[keys.TRAJ_IDS] * (keys.TRAJ_IDS in reads)]
+        raise UsageError(
+            f"the policy reads {', '.join(map(key_name, what))}, which is not at hand while a "
+            "rollout is made on a GPU. Let the policy read something else, or have the envs on "
+            'the host with env_device="cpu".'
+        )
 
 
 def _ranges(interface: Interface, device: torch.device) -> dict[Key, list[torch.Tensor]]:

@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from swath.errors import UsageError
 from swath.memory import Slab
 from swath.policies import as_policy, probe
 from swath.policies.base import TorchPolicy
 from swath.policies.staging import StagedAct
-from swath.rollout import loop
+from swath.rollout import keys, loop
 from swath.rollout.env import BoundEnvs, CallFailed
 
 if TYPE_CHECKING:
@@ -49,6 +51,11 @@ class Lanes:
                 "env_groups lets envs step while another device computes; the policy is on the "
                 f"same device as the envs ({runner.home}). Give a policy_device, or leave it out."
             )
+        if keys.TRAJ_IDS in runner.policy.inputs:
+            raise UsageError(
+                "env_groups and a policy that reads ('collector', 'traj_ids') do not go together: "
+                "the ids of a group depend on what ends in the others. Leave env_groups out."
+            )
         self._runner = runner
         parts: Any = runner.group.parts  # type: ignore[attr-defined]
         self._lanes = [
@@ -59,9 +66,11 @@ class Lanes:
         """Return the policy for some of the envs."""
         runner = self._runner
         interface = replace(runner.interface, num_envs=stop - start)
-        adapter = as_policy(runner.user_policy, interface, runner.sampler)
+        trusted = runner.plan.trust_policy
+        adapter = as_policy(runner.user_policy, interface, runner.sampler, trusted)
         assert isinstance(adapter, TorchPolicy)
         adapter.device, adapter.graphed = runner.policy.device, runner.plan.cudagraph_policy
+        adapter.asked_device = runner.policy.asked_device
         adapter.states = runner.policy.states
         rows = {key: row[start:stop].to(adapter.device) for key, row in runner.carry.items()}
         probe(adapter, runner.user_policy, rows, runner.plan.compile_policy)
@@ -84,13 +93,25 @@ class Lanes:
         """
         with contextlib.ExitStack() as stack:
             turns = []
+            stack.callback(self._join_carried)
             for lane in self._lanes:
+                carried = self._runner.policy.carried.part(lane.start, lane.stop)
+                lane.policy.carried.load_state_dict(carried, lane.policy.device)
                 part = slab.part(lane.start, lane.stop)
                 act = stack.enter_context(lane.policy.bound(part, steps))
                 assert isinstance(act, StagedAct)
                 closes = settle(slab, (lane.start, lane.stop))
                 turns.append(_Turn(lane.group.bind(part), lane.start, act, closes))
             self._take_turns(turns, steps, refresh)
+
+    def _join_carried(self) -> None:
+        """Give what the policies of the groups carry to the one of all envs, which is kept."""
+        parts = [lane.policy.carried.values for lane in self._lanes]
+        self._runner.policy.carried.values = {
+            key: torch.cat([part[key] for part in parts])
+            for key, value in parts[0].items()
+            if isinstance(value, torch.Tensor) and all(key in part for part in parts)
+        }
 
     def _take_turns(
         self, turns: Sequence[_Turn], steps: int, refresh: Callable[[int], None]

@@ -65,6 +65,8 @@ class Plan:
     compact_obs: bool = False
     stop_at_first_end: bool = False
     exploration_type: InteractionType = InteractionType.RANDOM
+    trust_policy: bool = False
+    """The policy takes a TensorDict, even if nothing about it says so."""
     memory_order: MemoryOrder = "time"
     compile_policy: dict[str, Any] | None = None
     cudagraph: bool | str = "auto"

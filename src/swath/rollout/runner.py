@@ -90,10 +90,10 @@ class Runner:
         self.finished: list[tuple[float, int]] = []
         """Return and length of the episodes that ended in the last rollout."""
         self._ends: list[tuple[int, int]] = []
-        if plan.seed is not None:
-            self.set_seed(plan.seed)
         self.policy = self._adapted(policy)
         _check_states(group, self.policy)
+        if plan.seed is not None:
+            self.set_seed(plan.seed)
         self._limits = _limits(group, plan.max_frames_per_traj)
         self.carry: dict[Any, torch.Tensor] = {}
         self._needs_reset = True
@@ -126,21 +126,29 @@ class Runner:
         lead = self.interface.batch_shape
         rows = {
             key: row.reshape((*lead, *row.shape[1:])).to(self.policy.device, copy=True)
-            for key, row in self.carry.items()
+            for key, row in self._seen().items()
         }
         probe(self.policy, self.user_policy, rows, self.plan.compile_policy)
 
+    def _seen(self) -> dict[Any, torch.Tensor]:
+        """Return the first rows of all that a policy may read."""
+        flags = {key: self._first.tensors[key][0] for key in columns.ROOT_FLAGS}
+        return {**flags, **self.carry, keys.TRAJ_IDS: torch.from_numpy(self.traj_ids.copy())}
+
     def use_policy(self, policy: Any) -> None:
         """Go on with another policy of the same form: a copy that nobody else changes."""
+        carried = self.policy.carried.state_dict()
         self.user_policy = policy
         self.policy = self._adapted(policy)
         with self._surroundings():
             self._show()
+            self.policy.carried.load_state_dict(carried, self.policy.device)
             self._lanes = Lanes(self) if self.plan.env_groups > 1 else None
 
     def _adapted(self, policy: Any) -> Policy:
-        adapter = as_policy(policy, self.interface, self.sampler)
+        adapter = as_policy(policy, self.interface, self.sampler, self.plan.trust_policy)
         adapter.device = device = self.devices[1]
+        adapter.asked_device = self.plan.devices.policy
         if self.plan.cudagraph_policy and device.type != "cuda":
             raise UsageError(
                 f"cudagraph_policy needs a policy on a CUDA device; it is on {device}. Give a "
@@ -180,14 +188,15 @@ class Runner:
     def set_seed(self, seed: int) -> None:
         """Restart every random stream; the next rollout starts with fresh episodes."""
         self._seed, self._seed_is_new, self._seeds_again = seed, True, False
+        self.reset()
         self.group.seed(env_seeds(seed, self.streams))
         self.sampler.seed(seed)
         self.random_state = RandomState(seed, self.streams[0], self._gpu)
-        self._needs_reset = True
 
     def reset(self) -> None:
         """Start new episodes with the next rollout; open ones are cut where they stand."""
         self._needs_reset = True
+        self.policy.carried.clear()
 
     def _reset_all(self, slab: Slab) -> None:
         if self._seeds_again:  # the first reset was broken off: some envs have used their seeds
@@ -281,6 +290,7 @@ class Runner:
         lanes = None if self.random_frames.left else self._lanes
         renews = self.plan.reset_when_done and not self.plan.stop_at_first_end
         alone = lanes is None
+        renews = renews and not self.policy.primed  # whose next row is written after the step
         # First of all: envs in other processes may still be in a step that was broken off, and
         # write to this slab. To bind them waits for that.
         self._envs = self.group.bind(slab, bare=alone, eager=alone and renews)
@@ -293,6 +303,7 @@ class Runner:
             return
         settle = _stopping(self._settler(slab), stop)
         with self.policy.bound(slab, steps) as act:
+            act = self._numbering(act, slab)
             act = self.random_frames.wrap(act, self, slab, steps)
             act = self._refreshing(act, refresh)
             loop.run(steps, act, self._envs.step, settle, self.shares)
@@ -346,14 +357,33 @@ class Runner:
 
         return act_fresh
 
+    def _numbering(self, act: Act, slab: Slab) -> Act:
+        """Return `act` with the ids of trajectories written first, if the policy reads them.
+
+        Those of all others are written once per rollout; see `columns.fill_ids`.
+        """
+        if not (isinstance(self.policy, TorchPolicy) and keys.TRAJ_IDS in self.policy.inputs):
+            return act
+        column, ids, known = slab.arrays[keys.TRAJ_IDS], self.traj_ids.copy(), 0
+
+        def act_numbered(t: int) -> None:
+            nonlocal known
+            for number in range(known, len(self._ends) if self.plan.reset_when_done else known):
+                ids[self._ends[number][1]] = self.next_traj_id + number
+            known = len(self._ends)
+            column[t] = ids
+            act(t)
+
+        return act_numbered
+
     def _settler(self, slab: Slab, span: tuple[int, int] | None = None) -> Settle:
         """Return the function that closes row t of this slab, or of some of its envs."""
         pairs = self._pairs(slab if span is None else slab.part(*span))
         span = span or (0, self.group.num_envs)
 
         def settle(t: int, ended: Sequence[int]) -> bool:
-            for following, current in pairs:
-                following[t] = current[t + 1]
+            for to, source in pairs:
+                to[t] = source[t]
             if len(ended) or t >= self._next_limit:
                 return self._end(slab, t, ended, span)
             self.filled = t + 1
@@ -493,8 +523,8 @@ class Runner:
 
     def _close_broken(self, slab: Slab, t: int, which: np.ndarray) -> None:
         """Close row t of the envs that had made its step when another failed, as `_end` would."""
-        for following, current in self._pairs(slab):
-            following[t, which] = current[t + 1, which]
+        for to, source in self._pairs(slab):
+            to[t, which] = source[t, which]
         columns.mark_done(slab, t, which)
         done = slab.arrays[keys.NEXT_DONE][..., 0]
         if self.plan.compact_obs:
@@ -542,6 +572,7 @@ class Runner:
             "sampler": self.sampler.state_dict(),
             "random_state": random_state.state_dict(),
             "episodes": self.episodes.state_dict(),
+            "carried": self.policy.carried.state_dict(),
             "envs": self.group.snapshot(),
         }
 
@@ -567,6 +598,7 @@ class Runner:
         self.random_state = self.random_state or RandomState(0, gpu=self._gpu)
         self.random_state.load_state_dict(state["random_state"])
         self.episodes.load_state_dict(state["episodes"])
+        self.policy.carried.load_state_dict(state.get("carried", {}), self.policy.device)
         self.partial = None  # a rollout of the life before, which the state knows nothing of
         if state["envs"] is None:
             self._needs_reset = True
@@ -588,7 +620,7 @@ def _check(group: EnvGroup, plan: Plan) -> None:
 
 def _check_states(group: EnvGroup, policy: Policy) -> None:
     """Refuse a state that would move on in rows that are no transitions."""
-    if group.skips_rows and (policy.states or policy.needs_is_init):
+    if group.skips_rows and (policy.states or policy.primed or policy.needs_is_init):
         raise UsageError(
             "a recurrent policy cannot be used with a vector env that resets in the next step: "
             "its state would move on in rows that are no transitions. Make the vector env with "

@@ -42,7 +42,7 @@ class RandomFrames:
         n, left = runner.group.num_envs, self.left
         random, mask = slab.arrays[keys.RANDOM], slab.arrays.get(keys.MASK)
         log_probs = [field for field in policy.extras if field.key[-1].endswith("log_prob")]
-        asked = bool(policy.extras or policy.states)
+        asked = bool(policy.extras or policy.states or policy.primed)
 
         def act_at_random(t: int) -> None:
             nonlocal left
