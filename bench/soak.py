@@ -76,7 +76,7 @@ def run(kind: type[MultiCollector], frames: int) -> list[Sample]:
     collector = kind([source] * WORKERS, policy, frames_per_batch=_batch(kind, work))
     samples: list[Sample] = []
     with collector:
-        workers = [worker["pid"] for worker in collector.stats()["workers"]]
+        workers = [worker["pid"] for worker in collector.stats()["per_worker"]]
         start, collected, batches = time.perf_counter(), 0, 0
         while collected < frames:
             collected += collector.next().numel()

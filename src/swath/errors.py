@@ -5,9 +5,9 @@ SwathError
 |-- UsageError (ValueError)     the caller broke a rule; the message says what to do instead
 |   |-- ClosedError             used after shutdown()
 |   `-- DamagedFileError        a file is not as it was written: cut short, missing, changed
-|-- EnvError                    an env raised or returned something it did not declare
-|-- PolicyError                 a policy raised or returned something the env cannot use
-`-- WorkerError                 a worker was killed, crashed or gave no answer in time
+|-- EnvError (RuntimeError)     an env raised or returned something it did not declare
+|-- PolicyError (RuntimeError)  a policy raised or returned something the env cannot use
+`-- WorkerError (RuntimeError)  a worker was killed, crashed or gave no answer in time
 ```
 
 A message says what is wrong (with the value), what was expected, and what to do.
@@ -49,7 +49,7 @@ class DamagedFileError(UsageError):
     """
 
 
-class _LocatedError(SwathError):
+class _LocatedError(SwathError, RuntimeError):
     """An error that knows where in the collection it happened."""
 
     def __init__(

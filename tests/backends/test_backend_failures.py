@@ -231,7 +231,7 @@ def test_a_killed_worker_is_replaced_with_current_weights_and_fresh_streams(
         stats, second = collector.stats(), kit.pids_of(collector)
     assert os.path.exists(once)
     assert check_transitions(batches) == 1200  # fresh streams: a new stamp, new ids
-    assert stats["restarts"] == stats["workers"][1]["restarts"] == 1
+    assert stats["restarts"] == stats["per_worker"][1]["restarts"] == 1
     assert stats["lost"]["rollouts"] == 1
     assert first[0] == second[0]
     assert first[1] != second[1]
@@ -383,7 +383,7 @@ def say(*words):
     print(*words, flush=True)
 
 def pids(collector):
-    return [worker["pid"] for worker in collector.stats()["workers"]]
+    return [worker["pid"] for worker in collector.stats()["per_worker"]]
 """
 SCRIPTS = pytest.mark.over("processes", "gloo")
 

@@ -42,12 +42,12 @@ def test_every_transition_is_real_and_comes_once_in_order(backend, kind, envs):
         assert collector.next() is None
         assert list(collector) == []
     assert check_transitions(batches) == 40 * frames
-    assert stats["frames"] == 40 * frames == sum(w["frames"] for w in stats["workers"])
+    assert stats["frames"] == 40 * frames == sum(w["frames"] for w in stats["per_worker"])
     assert stats["batches"] == len(batches)
     assert stats["episodes"] == sum(b["next", "done"].sum().item() for b in batches)
     assert stats["lost"] == {"rollouts": 0, "trajectories": []}
     assert len({row[0] for batch in batches for row in kit.rows(batch)}) == 2 * envs
-    for row in stats["workers"]:
+    for row in stats["per_worker"]:
         assert row["pid"] != os.getpid()
         assert (row["restarts"], row["lag"]) == (0, 0)
         assert row["frames_per_second"] > 0
@@ -136,9 +136,9 @@ def test_a_worker_collects_while_the_learner_is_busy_and_then_waits(backend):
         before = cpu_time(pid)
         time.sleep(0.1)
         assert cpu_time(pid) - before <= 2  # it parks: no polling
-        started = collector.stats()["workers"][0]["frames"]
+        started = collector.stats()["per_worker"][0]["frames"]
         assert check_transitions([collector.next() for _ in range(5)]) == 50
-        assert collector.stats()["workers"][0]["frames"] >= started + 50
+        assert collector.stats()["per_worker"][0]["frames"] >= started + 50
 
 
 def cpu_time(pid):
@@ -303,13 +303,13 @@ def test_a_function_is_called_in_each_worker(backend):
     with backend.sync([kit.wide] * 2, kit.Telling(3), frames_per_batch=10) as collector:
         collector.next()
         found = collector.map_fn(lambda about: (about.worker, os.getpid(), len(about.envs)))
-        rows = collector.stats()["workers"]
+        rows = collector.stats()["per_worker"]
         assert found == [(row["worker"], row["pid"], 1) for row in rows]
         assert [one.item() for one in collector.get_distant_attr("policy.mean")] == [3.0] * 2
         with pytest.raises(Exception, match="no_such"):
             collector.get_distant_attr("policy.no_such")
         collector.update_policy_weights_(kit.Telling(4), wait=True)
-        assert {row["lag"] for row in collector.stats()["workers"]} == {1}
+        assert {row["lag"] for row in collector.stats()["per_worker"]} == {1}
         assert kit.told_right(collector.next(), 3)
 
 

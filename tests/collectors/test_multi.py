@@ -344,10 +344,10 @@ def test_the_fast_worker_is_not_starved_by_the_slow(tmp_path):
     with MultiAsyncCollector(makers, frames_per_batch=10, total_frames=400) as collector:
         gate.touch()  # the slow one stands
         batches = [collector.next() for _ in range(30)]
-        assert collector.stats()["workers"][1]["frames"] == 0
+        assert collector.stats()["per_worker"][1]["frames"] == 0
         gate.unlink()
         batches.extend(collector)
-        assert collector.stats()["workers"][1]["frames"] > 0
+        assert collector.stats()["per_worker"][1]["frames"] > 0
     assert check_transitions(batches) == 400
 
 
@@ -357,7 +357,7 @@ def test_the_fast_worker_is_not_starved_by_the_slow(tmp_path):
 @KINDS
 def test_memory_is_flat(kind):
     with make(kind, frames_per_batch=200) as collector:
-        while min(row["frames"] for row in collector.stats()["workers"]) < 1000:
+        while min(row["frames"] for row in collector.stats()["per_worker"]) < 1000:
             collector.next()  # until each has all its slabs
         gc.collect()  # what tests before have left would go in between
         before = maps(os.getpid()), [maps(pid) for pid in kit.pids_of(collector)], descriptors()

@@ -357,13 +357,13 @@ def test_others_deliver_while_a_worker_is_started_again(tmp_path):
         batches = []
         while collector.stats()["restarts"] == 0:
             batches.append(collector.next())
-        made = collector.stats()["workers"][1]["frames"]
+        made = collector.stats()["per_worker"][1]["frames"]
         batches += [collector.next() for _ in range(20)]
-        assert collector.stats()["workers"][1]["frames"] == made
+        assert collector.stats()["per_worker"][1]["frames"] == made
         gate.touch()
-        while collector.stats()["workers"][1]["frames"] == made:
+        while collector.stats()["per_worker"][1]["frames"] == made:
             batches.append(collector.next())
-        rows = collector.stats()["workers"]
+        rows = collector.stats()["per_worker"]
     assert [row["restarts"] for row in rows] == [0, 1]
     assert check_transitions(batches) == 10 * len(batches)
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import gc
+import json
+import re
 import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from multi_kit import KINDS
 
 from swath.collectors import Collector
-from swath.envs import SerialEnv
+from swath.data import ReplayBuffer
+from swath.envs import SerialEnv, TorchCartPole
+from swath.errors import UsageError
 from swath.observe import Episodes
+from swath.rollout import DeviceRunner
+from swath.testing import CountingEnv
 
 
 class Fixed(gym.Env):
@@ -142,3 +150,87 @@ def test_episodes_may_end_while_another_thread_asks_for_statistics():
     assert stats["episodes"] == 2
     assert stats["return"] == {"mean": 3.0, "min": 2.0, "max": 4.0, "last_100": 3.0}
     assert episodes.as_dict()["episodes"] > 2
+
+
+def alone(makers, **options):
+    return Collector(makers[0], **options)
+
+
+@pytest.mark.parametrize("kind", ["alone", *KINDS])
+def test_stats_are_plain_and_say_how_far_the_collection_is(kind):
+    make = {"alone": alone, **KINDS}[kind]
+    with make([CountingEnv] * 2, frames_per_batch=10, total_frames=20) as collector:
+        before = collector.stats()
+        assert (before["frames"], before["batches"], before["completed"]) == (0, 0, False)
+        assert (before["total_frames"], before["requested_frames_per_batch"]) == (20, 10)
+        collector.next()
+        assert collector.stats()["frames"] == 10
+        collector.next()
+        stats = json.loads(json.dumps(collector.stats()))
+    assert (stats["frames"], stats["batches"], stats["completed"]) == (20, 2, True)
+    if kind != "alone":
+        assert stats["workers"] == stats["workers_alive"] == len(stats["per_worker"])
+        assert collector.stats()["workers_alive"] == 0
+    with make([CountingEnv] * 2, frames_per_batch=10) as endless:
+        assert endless.stats()["total_frames"] is None
+        assert endless.stats()["completed"] is False
+
+
+@pytest.mark.parametrize("kind", ["alone", *KINDS])
+def test_each_episode_is_told_once(kind):
+    make = {"alone": alone, **KINDS}[kind]
+    with make([CountingEnv] * 2, frames_per_batch=40, total_frames=400) as collector:
+        assert collector.take_episodes() == {"return": [], "length": []}
+        told, batches = {"return": [], "length": []}, []
+        for batch in collector:
+            batches.append(batch)
+            for name, values in collector.take_episodes().items():
+                told[name] += values
+        stats = collector.stats()
+        assert collector.take_episodes() == {"return": [], "length": []}
+    ended = sum(batch["next", "done"].sum().item() for batch in batches)
+    assert len(told["length"]) == len(told["return"]) == stats["episodes"] == ended > 0
+    assert sum(told["length"]) / ended == pytest.approx(stats["length"]["mean"])
+    assert sum(told["return"]) / ended == pytest.approx(stats["return"]["mean"])
+
+
+def test_episodes_that_nobody_asks_for_do_not_pile_up():
+    episodes = Episodes(0)
+    episodes.record([(float(n), n) for n in range(15_000)])
+    assert episodes.take()["length"] == list(range(5_000, 15_000))
+
+
+def test_episodes_on_a_device_are_not_told_one_by_one(monkeypatch):
+    monkeypatch.setattr("swath.collectors.single.runner_for", DeviceRunner)
+    with (
+        Collector(TorchCartPole(4), frames_per_batch=40) as collector,
+        pytest.raises(UsageError, match=r"counted on their device.*trajs_per_batch"),
+    ):
+        collector.take_episodes()
+
+
+def test_the_speed_is_that_of_this_object_and_of_all_the_time(monkeypatch):
+    clock = iter(range(0, 10_000, 1))
+    with Collector(CountingEnv, frames_per_batch=10) as collector:
+        collector.next()
+        state = collector.state_dict()
+    with Collector(CountingEnv, frames_per_batch=10) as collector:
+        collector.load_state_dict(state)
+        assert collector.stats()["frames_per_second"] == 0
+        monkeypatch.setattr("swath.collectors.base.perf_counter", lambda: next(clock))
+        collector.next()
+        assert collector.stats()["frames_per_second"] == 10  # one second is between two looks
+        assert collector.stats()["frames_per_second"] == 5
+        assert collector.stats()["frames"] == 20
+
+
+def test_the_table_of_the_docs_has_every_key():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "stats.md").read_text()
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    told = set()
+    for make in (alone, *KINDS.values()):
+        with make(
+            [CountingEnv], frames_per_batch=10, total_frames=10, replay_buffer=ReplayBuffer(100)
+        ) as collector:
+            told |= set(collector.stats())
+    assert set(re.findall(r"`(\w+)`", rows)) >= told

@@ -46,7 +46,9 @@ def test_old_names_and_what_sync_means():
             assert isinstance(collector, kind)
             assert type(collector).__name__ == kind.__name__
             assert list(collector.next().batch_size) == shape
-            assert all(row["host"] == socket.gethostname() for row in collector.stats()["workers"])
+            assert all(
+                row["host"] == socket.gethostname() for row in collector.stats()["per_worker"]
+            )
 
 
 @pytest.mark.parametrize("node", ["sync", "async", MultiAsyncCollector])

@@ -53,7 +53,7 @@ def test_options_of_tensorpipe_arrive():
 def test_a_killed_worker_is_named_with_rank_and_host():
     makers = [CountingEnv, lambda: kit.Broken("step", 30, kit.kill(signal.SIGKILL))]
     with RPCCollector(makers, frames_per_batch=20) as collector:
-        host = collector.stats()["workers"][1]["host"]
+        host = collector.stats()["per_worker"][1]["host"]
         with pytest.raises(WorkerError, match=rf"rank 2 on {host}, process \d+"):
             list(collector)
 

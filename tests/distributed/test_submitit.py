@@ -228,7 +228,7 @@ DELAYED = """
             on_worker_failure="restart", **options,
         ) as collector:
             batches = [collector.next()]
-            os.kill(collector.stats()["workers"][0]["pid"], signal.SIGKILL)
+            os.kill(collector.stats()["per_worker"][0]["pid"], signal.SIGKILL)
             batches.extend(collector)
             return check_transitions(batches), collector.stats()["restarts"]
 

@@ -40,7 +40,7 @@ def counts(options) -> None:
         with DistributedCollector(CountingEnv, total_frames=570, sync=sync, **options) as collector:
             assert collector.num_workers == 2
             batches = list(collector)
-            names = [(w["host"], w["pid"]) for w in collector.stats()["workers"]]
+            names = [(w["host"], w["pid"]) for w in collector.stats()["per_worker"]]
         assert check_transitions(batches) == 570
         assert len({row[0] for batch in batches for row in kit.rows(batch)}) == 2
         assert {host for host, _ in names} == {socket.gethostname()}

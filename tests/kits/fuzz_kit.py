@@ -402,7 +402,7 @@ class Run:
 
     def do_kill(self, worker: int, seconds: float) -> None:
         """Kill a worker, so many seconds later: in the middle of something."""
-        workers = self.collector.stats()["workers"]
+        workers = self.collector.stats()["per_worker"]
         pid = workers[worker % len(workers)]["pid"]
         self.model.exact = self.model.exact and self.case.get("trajs_per_batch") is None
         if pid is not None:

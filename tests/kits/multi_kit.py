@@ -187,7 +187,7 @@ def gone(pids, within: float = 20.0) -> bool:
 
 
 def pids_of(collector) -> list[int]:
-    return [worker["pid"] for worker in collector.stats()["workers"]]
+    return [worker["pid"] for worker in collector.stats()["per_worker"]]
 
 
 def warn(words: str) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import math
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -31,12 +31,14 @@ from swath.collectors.setup import (
     packed,
 )
 from swath.collectors.turns import between_batches
+from swath.collectors.values import Function
+from swath.collectors.writing import Output, Parts
 from swath.data.runs import Stream
 from swath.errors import ClosedError, UsageError, WorkerError
+from swath.observe import Episodes
 from swath.observe.progress import Bar
 from swath.owner import Owner
 from swath.shield import Shield
-from swath.workers.store import Finish
 
 __all__ = ["STORED", "BaseCollector"]
 
@@ -54,15 +56,13 @@ class BaseCollector(abc.ABC):
         self.options = options
         self._frames = self._batches = 0
         self._closed = False
-        self._seconds = 0.0
-        self._finishing = Finish(
-            options.trajs_per_batch, options.traj_format, options.split_trajs, options.postproc
-        )
-        self._assembler = self._finishing.assembler()
+        self._begun: tuple[float, int] | None = None  # when the first rollout did, at what frame
+        self._pre_collect_hook = options.pre_collect_hook
+        self._output = Output(options)
+        self._assembler = self._output.finishing.assembler()
         self._bar = Bar(options.total_frames) if options.progress else None
         self._background: Background | None = None
         self._feeder = uuid.uuid4().hex  # its name among those who fill the replay buffer
-        self._stream = Stream()  # what it writes there
         self._shield, self._owner = Shield(), Owner(type(self).__name__)
         self._raw: Any = None  # what was collected, counted, and not finished yet
         self._made: tuple[Any] | None = None  # what was finished and not delivered yet
@@ -106,7 +106,8 @@ class BaseCollector(abc.ABC):
                 rollout: Any = self._rollout()
             else:  # a call before this one was interrupted
                 rollout, self._raw = self._raw, None
-            self._stream.cut()
+            rollout = _joined(rollout)
+            self._output.stream.cut()
             if self._assembler is None:
                 self._raw = rollout
             elif rollout is not None:
@@ -134,7 +135,6 @@ class BaseCollector(abc.ABC):
 
     def _make(self) -> bool:
         """Make the next batch, if there is one; Ctrl-C finds it in one place or the other."""
-        started = perf_counter()
         if self._publishes_now():
             self.update_policy_weights_()
         if self._raw is None:
@@ -145,29 +145,25 @@ class BaseCollector(abc.ABC):
         with self._shield.lifted():  # what is interrupted there is done again
             batch = None if self._raw is STORED else self._finished(self._raw)
             self._made, self._raw, self._batches = (batch,), None, self._batches + 1
-        self._seconds += perf_counter() - started
         if self._bar is not None:
             self._bar.update(self.stats(), done=self._frames_left() <= 0)
         return True
 
     def _finished(self, batch: Any) -> Any:
         """Return what is delivered for a batch; None if that is in the replay buffer."""
-        options = self.options
-        batch = self._finishing(batch)
-        storing = options.storing_device or options.device
-        if isinstance(storing, (str, torch.device)) and isinstance(batch, TensorDictBase):
-            batch = batch.to(storing)  # mostly it is there, and only says so from now on
-        if options.post_collect_hook is not None:
-            options.post_collect_hook(batch)
-        if options.replay_buffer is None:
+        if isinstance(batch, Parts):  # one leaves when it is written: Ctrl-C finds the others here
+            while len(batch) > 1:
+                self._output.write(self._output.processed(batch[0]), lambda: batch.pop(0))
+                batch.pop(0)
+            batch = batch[0]
+        batch = self._output.processed(batch)
+        if self.options.replay_buffer is None:
             return batch
-        written = getattr(options.replay_buffer, "writes", 0)
-        try:
-            self._stream.write(options.replay_buffer, batch)
-        except KeyboardInterrupt:
-            if getattr(options.replay_buffer, "writes", 0) != written:  # then not once more
-                self._made, self._raw, self._batches = (None,), None, self._batches + 1
-            raise
+
+        def count() -> None:
+            self._made, self._raw, self._batches = (None,), None, self._batches + 1
+
+        self._output.write(batch, count)
         return None
 
     def _publishes_now(self) -> bool:
@@ -183,9 +179,11 @@ class BaseCollector(abc.ABC):
         left = self._frames_left()
         if left <= 0:
             return None
-        if self.options.pre_collect_hook is not None:
+        if self._begun is None:
+            self._begun = perf_counter(), self._frames
+        if self._pre_collect_hook is not None:
             with self._shield.lifted():
-                self.options.pre_collect_hook()
+                self._pre_collect_hook()
         try:
             answer = self._collect(left)
         except Exception as error:
@@ -245,6 +243,36 @@ class BaseCollector(abc.ABC):
     @abc.abstractmethod
     def frames_per_batch(self) -> int:
         """Frames of a full batch."""
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """What is called before each rollout, in your process; it can be set at any time."""
+        return self._pre_collect_hook
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        if hook is not None:
+            Function().read("pre_collect_hook", hook)
+        self._pre_collect_hook = hook
+
+    @property
+    def post_collect_hook(self) -> Callable[[Any], Any] | None:
+        """What is called with each batch, in your process; it can be set at any time."""
+        return self._output.hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        if hook is not None:
+            Function().read("post_collect_hook", hook)
+        if hook is not None and self._writer == "workers":
+            raise UsageError(
+                "the workers write to the replay buffer by themselves since start(), so no batch "
+                "comes here that post_collect_hook could be called with. Set it before start(): "
+                "then this process writes. Or let postproc do the work, which runs in the workers."
+            )
+        self._output.hook = hook
 
     # -- in the background ----------------------------------------------------------------------
 
@@ -360,7 +388,7 @@ class BaseCollector(abc.ABC):
         with self._shield, self.pause(), self._owner.turn("partial()", outermost=True):
             left = self._left_over()
             if left is not None:
-                self._stream.cut()
+                self._output.stream.cut()
             self._made = None if left is None else (left,)
         answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
         return None if answer is None else answer[0]
@@ -368,8 +396,7 @@ class BaseCollector(abc.ABC):
     def _left_over(self) -> TensorDictBase | None:
         kept, self._raw, self._made = self._made or (self._raw,), None, None
         if kept[0] is not None:
-            batch: TensorDictBase = kept[0]
-            return batch
+            return _joined(kept[0])
         if self._assembler is None:
             return self._broken()
         self._fetch_held()  # first, since Ctrl-C may come while it waits
@@ -446,18 +473,54 @@ class BaseCollector(abc.ABC):
     def stats(self) -> dict[str, Any]:
         """Return counts, speed, where the time goes, episode statistics and what was lost.
 
-        With a replay buffer, `"replay"` has what that tells, and `"writer"`: who writes to it in
-        the background, and why it is not the workers.
+        All of it is plain numbers, texts, lists and dicts; the guide has a table of the keys.
         """
-        buffer = self.options.replay_buffer
-        told = buffer.stats() if hasattr(buffer, "stats") else {}
-        return {**self._stats(), **({"replay": {**told, "writer": self._writer}} if told else {})}
+        options, total = self.options, self.options.total_frames
+        stats = {
+            "frames": self._frames,
+            "batches": self._batches,
+            "total_frames": None if total == -1 else total,
+            "requested_frames_per_batch": options.frames_per_batch,
+            "completed": self._frames_left() <= 0,
+            "frames_per_second": self._speed(self._frames - (self._begun or (0.0, 0))[1]),
+            **self._stats(),
+        }
+        told = options.replay_buffer.stats() if hasattr(options.replay_buffer, "stats") else {}
+        return {**stats, "replay": {**told, "writer": self._writer}} if told else stats
 
     _writer = "this process"
 
+    def _speed(self, frames: int) -> float:
+        """Return so many frames per second since the first rollout of this object was begun."""
+        seconds = 0.0 if self._begun is None else perf_counter() - self._begun[0]
+        return frames / seconds if seconds else 0.0
+
+    def take_episodes(self) -> dict[str, list[Any]]:
+        """Return the episodes that ended since the last call: `"return"` and `"length"` of each.
+
+        They come in the order in which they ended, those of several workers as these tell of them.
+        The newest 10,000 are kept until somebody asks for them. A return is the sum of the rewards
+        as they are in the batch: where an env scales them (`NormalizeReward`), of scaled ones.
+
+        Examples:
+            >>> from swath.collectors import Collector
+            >>> with Collector("CartPole-v1", frames_per_batch=500, seed=0) as collector:
+            ...     batch = collector.next()
+            ...     ended = collector.take_episodes()
+            >>> len(ended["return"]) == batch["next", "done"].sum()
+            tensor(True)
+            >>> collector.take_episodes()
+            {'return': [], 'length': []}
+        """
+        return self._ended_episodes().take()
+
+    @abc.abstractmethod
+    def _ended_episodes(self) -> Episodes:
+        """Return what counts the episodes."""
+
     @abc.abstractmethod
     def _stats(self) -> dict[str, Any]:
-        """Return counts, speed and episode statistics."""
+        """Return where the time goes, and episode statistics."""
 
     def _note_version(self, version: int) -> int:
         """Let the replay buffer know of a version that was published, and return it."""
@@ -501,7 +564,7 @@ class BaseCollector(abc.ABC):
             "setup": self._whole_setup(),
             "frames": self._frames,
             "batches": self._batches,
-            "stream": self._stream.last,
+            "stream": self._output.stream.last,
             "collector": blob,
             "checksum": checksum(blob),
         }
@@ -532,7 +595,7 @@ class BaseCollector(abc.ABC):
             self._assembler.load_state_dict(inner["assembler"])
         self._raw, self._made = inner["kept"]
         self._frames, self._batches = state["frames"], state["batches"]
-        self._stream = Stream(state.get("stream"))
+        self._output.stream, self._begun = Stream(state.get("stream")), None
 
     @abc.abstractmethod
     def _setup(self) -> Setup:
@@ -549,6 +612,10 @@ class BaseCollector(abc.ABC):
             module.load_state_dict(weights)
 
 
+def _joined(batch: Any) -> Any:
+    return batch.joined() if isinstance(batch, Parts) else batch
+
+
 def _own(batch: Any) -> Any:
     """Return a batch that is no view of a slab: with one, all of that would be saved."""
-    return batch.clone() if isinstance(batch, TensorDictBase) else batch
+    return batch.clone() if isinstance(batch, (TensorDictBase, Parts)) else batch

@@ -55,6 +55,8 @@ class Row:
     version: int = 0
     """Of its last rollout."""
     restarts: int = 0
+    loaded: int = 0
+    """Of the frames, those of a state that was loaded."""
 
 
 class CrewedCollector(BaseCollector):
@@ -89,13 +91,12 @@ class CrewedCollector(BaseCollector):
         self._plans: dict[int, Plan] = {}
         self._rows = {number: Row() for number in self._numbers}
         self._episodes, self._shares = Episodes(0), Shares()
-        self._first_collect: float | None = None
         self._unplaced: dict[int, Died] = {}  # those who look for a place, and why they have none
         with in_words("no workers can be started"):
             self._crew = Crew(jobs, parsed.worker_timeout, self._place(len(jobs)))
         self._shield = self._crew.shield
         self._slabs = self._crew.place.slabs(self._crew)
-        self._storing = Storing(parsed, self._finishing, self._crew, self._supervisor)
+        self._storing = Storing(parsed, self._output.finishing, self._crew, self._supervisor)
         self._ender = weakref.finalize(self, self._crew.close, 0.0)
         try:
             self._start()

@@ -15,7 +15,6 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from swath.collectors.single import checked_seed
 from swath.collectors.turns import between_batches
 from swath.errors import EnvError, PolicyError, UsageError
 from swath.links import pack, unpack
+from swath.observe import Episodes
 from swath.policies import policy_module
 from swath.workers.messages import (
     Acknowledge,
@@ -55,7 +55,9 @@ class MultiCollector(CrewedCollector):
         """Let the workers write to the replay buffer themselves, if they can."""
         if self._storing.on:
             return
-        reason = self._storing.why_not(begun=self._frames > 0)
+        reason = self._storing.why_not(
+            begun=self._frames > 0, hooked=self.post_collect_hook is not None
+        )
         self._writer = "workers" if reason is None else f"this process: {reason}"
         if reason is None:
             self._settle()  # what comes of that is for this process to write
@@ -80,7 +82,7 @@ class MultiCollector(CrewedCollector):
         return held
 
     def _assembler_state(self) -> dict[str, Any]:
-        whole = self._finishing.assembler()
+        whole = self._output.finishing.assembler()
         assert whole is not None
         whole.load_state_dict(super()._assembler_state())
         for frames in self._fetched(clear=False):
@@ -103,8 +105,6 @@ class MultiCollector(CrewedCollector):
         return super()._rollout()
 
     def _collect(self, frames_left: float) -> tuple[Any, int] | None:
-        if self._first_collect is None:
-            self._first_collect = perf_counter()
         with self._crew.shield:  # Ctrl-C finds the batch held, or still in the making
             if not self._held:
                 self._slabs.tidy()
@@ -251,13 +251,12 @@ class MultiCollector(CrewedCollector):
 
     def _stats(self) -> dict[str, Any]:
         return {
-            "frames": self._frames,
-            "batches": self._batches,
-            "frames_per_second": self._speed(sum(row.frames for row in self._rows.values())),
             "time": self._shares.as_dict(),
             **self._episodes.as_dict(),
             "policy_version": self._version,
-            "workers": [self._about(number) for number in self._numbers],
+            "workers": self.num_workers,
+            "workers_alive": len(self._crew.links),
+            "per_worker": [self._about(number) for number in self._numbers],
             "restarts": self._supervisor.restarts,
             "lost": {
                 "rollouts": self._supervisor.lost_rollouts,
@@ -265,9 +264,8 @@ class MultiCollector(CrewedCollector):
             },
         }
 
-    def _speed(self, frames: int) -> float:
-        seconds = perf_counter() - (self._first_collect or perf_counter())
-        return frames / seconds if seconds else 0.0
+    def _ended_episodes(self) -> Episodes:
+        return self._episodes
 
     def _about(self, number: int) -> dict[str, Any]:
         link, row = self._crew.links.get(number), self._rows[number]
@@ -277,7 +275,7 @@ class MultiCollector(CrewedCollector):
             "pid": pid,
             "host": host,
             "frames": row.frames,
-            "frames_per_second": self._speed(row.frames),
+            "frames_per_second": self._speed(row.frames - row.loaded),
             "lag": self._version - row.version,
             "restarts": row.restarts,
         }
@@ -343,7 +341,7 @@ class MultiCollector(CrewedCollector):
         self._version, self._next_env = state["version"], max(self._next_env, state["next_env"])
         versions = {number: unpack(one)[0]["version"] for number, one in inner.items()}
         for number, made in zip(self._numbers, state["made"], strict=True):
-            self._rows[number] = Row(made, versions[number])
+            self._rows[number] = Row(made, versions[number], loaded=made)
         for version in set(versions.values()):  # for workers that are restarted later
             holders = [number for number, one in versions.items() if one == version]
             self._block.publish(unpack(inner[holders[0]])[1], version, holders)

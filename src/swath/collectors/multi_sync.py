@@ -17,6 +17,7 @@ from swath.collectors.documented import document
 from swath.collectors.jobs import each_of
 from swath.collectors.multi import MultiCollector
 from swath.collectors.single import steps_for
+from swath.collectors.writing import Parts, storage_dims
 from swath.errors import UsageError
 from swath.memory import Layout, Slab, SlabPool
 from swath.rollout import Filled, keys, lend
@@ -255,7 +256,7 @@ class MultiSyncCollector(MultiCollector):
             done.rows = {worker: done.rows.get(worker, 0) for worker in done.broken}
         return self._batch(done)
 
-    def _batch(self, done: _Round) -> tuple[TensorDict, int]:
+    def _batch(self, done: _Round) -> tuple[TensorDict | Parts, int]:
         """Return a round as a batch, and its frames."""
         steps = max(done.rows.values(), default=0)
         mask = self._mask(done, steps)
@@ -274,7 +275,25 @@ class MultiSyncCollector(MultiCollector):
         )
         if mask_beside is not None and not done.failed and self._assembler is None:
             batch.del_(keys.MASK)  # rows that some workers do not have are cut off here
+        if self._output.into_torchrl and self._assembler is None and not done.failed:
+            parts = self._parts(batch, done)
+            if parts and parts[0].batch_dims >= storage_dims(self.options.replay_buffer):
+                return parts, frames
         return self._concatenated(batch, done), frames
+
+    def _parts(self, batch: TensorDict, done: _Round) -> Parts:
+        """Return what each worker has made by itself, in as many steps as it has made."""
+        parts = Parts()
+        for place, (worker, span) in enumerate(self._members.items()):
+            if worker in done.absent:
+                continue
+            which = slice(*span) if len(self._lead) == 1 and self._batched else place
+            part: TensorDict = batch[which][..., : done.rows.get(worker, 0)]
+            if self.options.preemptive_threshold is not None and part[keys.MASK].all():
+                part.del_(keys.MASK)  # it was for those who have fewer steps
+            if part.numel():
+                parts.append(part)
+        return parts
 
     def _mask(self, done: _Round, steps: int) -> np.ndarray:
         """Return which rows were filled, `[T, N]`, after clearing those that were not."""

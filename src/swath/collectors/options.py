@@ -136,9 +136,10 @@ class Options:
     postproc: Callable[[Any], Any] | None = _option(None, Function())
     """Called with each batch; what it returns is delivered."""
     pre_collect_hook: Callable[[], Any] | None = _option(None, Function())
-    """Called without arguments before each rollout."""
+    """Called without arguments before each rollout, in your process."""
     post_collect_hook: Callable[[Any], Any] | None = _option(None, Function())
-    """Called with each batch before it is delivered; what it returns is ignored."""
+    """Called with each batch before it is delivered, in your process; what it returns is
+    ignored."""
     replay_buffer: Any = _option(None, Sink())
     """Write batches to this buffer (any object with `extend`); iteration then yields None."""
     policy_factory: Callable[[], Any] | None = _option(None, Function(each=True))

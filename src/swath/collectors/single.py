@@ -21,6 +21,7 @@ from swath.envs import as_group, parted
 from swath.errors import UsageError
 from swath.links import pack, unpack
 from swath.memory.weights import WeightSpec, copy_weights, named_weights
+from swath.observe import Episodes
 from swath.policies import made_by, policy_module
 from swath.rollout import DeviceRunner, Plan, described, envs_in_words, runner_for
 
@@ -198,16 +199,21 @@ class Collector(BaseCollector):
 
     def _stats(self) -> dict[str, Any]:
         runner = self._runner
-        seconds = max(self._seconds, runner.shares.wall)
         return {
-            "frames": self._frames,
-            "batches": self._batches,
-            "frames_per_second": runner.frames_made / seconds if seconds else 0.0,
             "time": runner.shares.as_dict(),
             **(runner.ledger if isinstance(runner, DeviceRunner) else runner.episodes).as_dict(),
             "policy_version": self.policy_version,
             "slabs": runner.pool.made,
         }
+
+    def _ended_episodes(self) -> Episodes:
+        if isinstance(self._runner, DeviceRunner):
+            raise UsageError(
+                "the episodes of torch-native envs are counted on their device, where only sums "
+                "are kept: stats() has the means. For each episode, pass trajs_per_batch or "
+                "split_trajs and sum up the rewards of a trajectory."
+            )
+        return self._runner.episodes
 
     def _source_state(self) -> Any:
         with self._shield.lifted():  # envs are pickled, by their own code

@@ -40,11 +40,12 @@ class Storing:
         self._attached: set[int] = set()
         self.on = False
 
-    def why_not(self, begun: bool) -> str | None:
+    def why_not(self, begun: bool, hooked: bool) -> str | None:
         """Return why workers cannot write, or None if they can.
 
         Args:
             begun: Whether frames were collected before.
+            hooked: Whether there is a `post_collect_hook`.
         """
         options, buffer = self._options, self._options.replay_buffer
         links = self._crew.links.values()
@@ -55,7 +56,7 @@ class Storing:
             return "workers see a ReplayBuffer with storage='shared' or 'memmap' only"
         elif not all(link.shares_memory for link in links):
             return "the workers share no memory with it"
-        if options.post_collect_hook is not None:
+        if hooked:
             return "post_collect_hook gets the batches here"
         if options.worker_timeout is not None and buffer.samples_per_insert is not None:
             return "a worker held back by samples_per_insert would exceed worker_timeout"

@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDictBase
 
 from swath.errors import UsageError
+from swath.rollout.final import FinalObservations
 from swath.rollout.keys import FINAL, FINAL_OBS, MASK, TRAJ_IDS, following
 
 __all__ = ["restore_next"]
@@ -22,7 +23,14 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
     """
     if FINAL not in batch.keys(True):
         raise UsageError("this batch was not collected with compact_obs=True: nothing to restore.")
-    index, table = batch[FINAL], batch[FINAL_OBS]
+    index, found = batch[FINAL], batch.get(FINAL_OBS)
+    final = getattr(found, "data", None)
+    if not isinstance(final, FinalObservations):
+        raise UsageError(
+            "this batch was put together of several, each of which has its own table of final "
+            "observations. Call restore_next on each of them before."
+        )
+    table = final.table
     inside = index < 0
     ids = batch[TRAJ_IDS]
     follows = torch.zeros_like(inside)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 __all__ = ["Episodes"]
+
+_KEPT = 10_000
+"""Episodes for `take`; whoever does not ask for them has no use for more."""
 
 
 class _Ended(NamedTuple):
@@ -29,6 +33,7 @@ class Episodes:
         """Frames so far of each env's open episode, `[N]`."""
         self._returns = np.zeros(num_envs)
         self._ended = _Ended()  # replaced as a whole: another thread may ask for `as_dict`
+        self._untold: deque[tuple[float, int]] = deque(maxlen=_KEPT)
 
     def forget(self) -> None:
         """Drop the open episodes: they were cut off and do not count."""
@@ -65,6 +70,7 @@ class Episodes:
     def record(self, finished: Sequence[tuple[float, int]]) -> None:
         """Count episodes that have ended, by return and length."""
         if finished:
+            self._untold.extend(finished)
             old, new = self._ended, list(zip(*finished, strict=True))
             self._ended = _Ended(
                 old.number + len(finished),
@@ -73,6 +79,11 @@ class Episodes:
                 [min(one, *more) for one, more in zip(old.lows, new, strict=True)],
                 [max(one, *more) for one, more in zip(old.highs, new, strict=True)],
             )
+
+    def take(self) -> dict[str, list[Any]]:
+        """Return returns and lengths of the episodes that were recorded since the last call."""
+        taken = [self._untold.popleft() for _ in range(len(self._untold))]
+        return {name: [pair[n] for pair in taken] for n, name in enumerate(("return", "length"))}
 
     def as_dict(self) -> dict[str, Any]:
         """Return count, and mean, min, max and mean of the last 100 of return and length."""

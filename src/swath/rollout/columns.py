@@ -16,6 +16,7 @@ from tensordict import NonTensorData, TensorDict
 from swath.memory import Field, Slab, leaf_dtype
 from swath.policies import Interface, Policy
 from swath.rollout import keys
+from swath.rollout.final import FinalObservations
 from swath.rollout.keys import following
 from swath.rollout.outcome import Outcome
 from swath.tree import Key, Leaf, nest
@@ -234,4 +235,4 @@ def final_table(
     index[ends] = np.arange(int(ends.sum()))
     chosen = torch.from_numpy(ends)
     table = {leaf.key: slab.tensors[following(leaf.key)][:steps][chosen] for leaf in observations}
-    return NonTensorData(TensorDict(nest(table), [int(ends.sum())]))
+    return NonTensorData(FinalObservations(TensorDict(nest(table), [int(ends.sum())])))

@@ -210,6 +210,8 @@ class RemotePlace:
             bulk = self._medium.connect(ticket, arrival.own_host)
         except (EOFError, RuntimeError) as error:
             channel.close()
+            if isinstance(error, WorkerError):  # it says already what is wrong
+                raise
             raise WorkerError(
                 f"worker {hello.number} on {hello.host} came and was lost: {error}",
                 worker=hello.number,

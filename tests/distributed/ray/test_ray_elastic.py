@@ -38,12 +38,12 @@ def test_async_actors_are_added_and_removed_while_others_deliver():
         collect_until(lambda: len(batches) == 5)
         collector.add_collectors(2)
         assert collector.num_workers == 3
-        collect_until(lambda: all(row["frames"] > 50 for row in collector.stats()["workers"]))
+        collect_until(lambda: all(row["frames"] > 50 for row in collector.stats()["per_worker"]))
         pids = kit.pids_of(collector)
         assert len(set(pids)) == 3
         collector.remove_collectors(2)
         assert kit.gone(pids[1:])
-        assert [row["worker"] for row in collector.stats()["workers"]] == [0]
+        assert [row["worker"] for row in collector.stats()["per_worker"]] == [0]
         before = len(batches)
         collect_until(lambda: len(batches) == before + 10)
         frames = collector.stats()["frames"]
@@ -81,12 +81,12 @@ def test_added_actors_begin_with_current_weights():
         collector.update_policy_weights_(policy.become(1), wait=True)
         collector.add_collectors(1)
         batches = []
-        while collector.stats()["workers"][1]["frames"] < 40:
+        while collector.stats()["per_worker"][1]["frames"] < 40:
             batches.append(collector.next())
         assert all(kit.told_right(batch) for batch in batches)
         new = [batch for batch in batches if (batch["collector", "policy_version"] == 1).all()]
         assert len(new) >= len(batches) - 2  # but for rollouts that were under way
-        assert collector.stats()["workers"][1]["lag"] == 0
+        assert collector.stats()["per_worker"][1]["lag"] == 0
 
 
 def mapped():
@@ -113,7 +113,7 @@ def test_what_removed_actors_had_is_given_back():
         slab = collector.next()["observation"].untyped_storage().nbytes()
         for _ in range(2):
             collector.add_collectors(1)
-            while collector.stats()["workers"][-1]["frames"] < 30:
+            while collector.stats()["per_worker"][-1]["frames"] < 30:
                 collector.next()
             collector.remove_collectors(1)
             for _ in range(4):  # what the removed one had made is kept until it is delivered
@@ -163,7 +163,7 @@ def test_auto_takes_what_the_cluster_has_and_follows_it(cluster, taking, monkeyp
         assert collector.num_workers == 1  # of 8 CPUs, 2 were free
         batches = [collector.next() for _ in range(3)]
         cluster.kill(taking)
-        while not all(row["frames"] for row in collector.stats()["workers"][1:]) or (
+        while not all(row["frames"] for row in collector.stats()["per_worker"][1:]) or (
             collector.num_workers == 1
         ):
             batches.append(collector.next())
@@ -188,7 +188,7 @@ def test_collectors_of_several_actors_come_and_go_whole():
         while batches[-1].batch_size[0] < 4:
             batches.append(collector.next())
         collector.remove_collectors(1)
-        assert [row["worker"] for row in collector.stats()["workers"]] == [0, 1]
+        assert [row["worker"] for row in collector.stats()["per_worker"]] == [0, 1]
         with pytest.raises(UsageError, match="would leave none of 1"):
             collector.remove_collectors(1)
         batches.append(collector.next())
@@ -205,7 +205,7 @@ def test_auto_counts_collectors_of_several_actors(cluster, taking, monkeypatch):
         batches = [collector.next() for _ in range(3)]
         cluster.kill(taking)
         while collector.num_workers == 2 or not all(
-            row["frames"] for row in collector.stats()["workers"]
+            row["frames"] for row in collector.stats()["per_worker"]
         ):
             batches.append(collector.next())
         batches += [collector.next() for _ in range(20)]

@@ -76,17 +76,17 @@ def test_others_deliver_while_a_replacement_finds_no_place(sync, cluster):
         os.kill(victim, signal.SIGKILL)
         assert cluster.get(greedy.here.remote(), timeout=60)
         assert kit.gone([victim])
-        while collector.stats()["workers"][1]["restarts"] == 0:
+        while collector.stats()["per_worker"][1]["restarts"] == 0:
             batches.append(collector.next())
-        before = collector.stats()["workers"][1]["frames"]
+        before = collector.stats()["per_worker"][1]["frames"]
         batches += [collector.next() for _ in range(20)]
-        rows = collector.stats()["workers"]
+        rows = collector.stats()["per_worker"]
         assert (rows[1]["pid"], rows[1]["frames"]) == (None, before)
         if sync:
             assert {batch.batch_size for batch in batches[-15:]} == {(1, 10)}
             assert batches[-1].names == [None, "time"]
         cluster.kill(greedy)
-        while collector.stats()["workers"][1]["frames"] == before:
+        while collector.stats()["per_worker"][1]["frames"] == before:
             batches.append(collector.next())
         batches += [collector.next() for _ in range(2)]
         frames = collector.stats()["frames"]

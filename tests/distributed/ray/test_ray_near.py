@@ -185,7 +185,7 @@ def test_a_killed_actor_is_dead_before_anybody_hears_of_it():
         link.kill()
         assert gone(pid)
         batches += [collector.next() for _ in range(2)]
-        assert collector.stats()["workers"][0]["restarts"] == 1
+        assert collector.stats()["per_worker"][0]["restarts"] == 1
     check_transitions(batches)
 
 

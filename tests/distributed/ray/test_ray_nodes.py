@@ -52,19 +52,19 @@ def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
     with RayCollector(
         makers, policy, frames_per_batch=200, placement="spread", launch_timeout=60.0
     ) as collector:
-        rows = collector.stats()["workers"]
+        rows = collector.stats()["per_worker"]
         collect_until(lambda: len(batches) >= 10)
         names = [link.name for link in collector._crew.links.values()]
         assert len(set(names)) == len(rows) == 2
         nodes.remove_node(second, allow_graceful=False)
         collect_until(lambda: collector.stats()["restarts"] == 1)
-        lost = next(row for row in collector.stats()["workers"] if row["restarts"])["worker"]
+        lost = next(row for row in collector.stats()["per_worker"] if row["restarts"])["worker"]
         before = len(batches)
         collect_until(lambda: len(batches) >= before + 10)  # with the one that is left
-        assert collector.stats()["workers"][lost]["pid"] is None
+        assert collector.stats()["per_worker"][lost]["pid"] is None
         nodes.add()
-        made = collector.stats()["workers"][lost]["frames"]
-        collect_until(lambda: collector.stats()["workers"][lost]["frames"] > made)
+        made = collector.stats()["per_worker"][lost]["frames"]
+        collect_until(lambda: collector.stats()["per_worker"][lost]["frames"] > made)
         stats = collector.stats()
     assert check_transitions(batches) == stats["frames"]
     assert stats["restarts"] in (1, 2)  # Ray may know later than we do that the node is gone
