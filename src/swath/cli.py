@@ -281,12 +281,11 @@ class _Run:
         """Collect and write until all is there, Ctrl-C or a failure; then finish the dataset."""
         from swath.observe.progress import Bar
 
-        bar = Bar(frames) if _out.is_terminal else None
+        bar = Bar(frames)
         started = perf_counter()
         try:
             while not self.interrupted:
-                if bar is not None:
-                    bar.update(self._collector.stats())
+                bar.update(self._collector.stats)
                 self._collecting = True
                 batch = self._collector.next()
                 self._collecting = False
@@ -299,7 +298,7 @@ class _Run:
             self.failure = error
         finally:
             self._collecting = False
-            if bar is not None:
+            if _err.is_terminal:  # in a log the summary is the last line
                 bar.close()
         while (left := self._collector.partial()) is not None:  # whole steps of broken rollouts
             self._write(left)

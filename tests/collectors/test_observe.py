@@ -1,4 +1,4 @@
-"""Statistics and the progress bar."""
+"""Statistics."""
 
 from __future__ import annotations
 
@@ -100,16 +100,6 @@ def test_slow_resets_count_as_time_of_the_env():
     with Collector(SlowReset, frames_per_batch=50) as collector:
         collector.next()
         assert collector.stats()["time"]["env"] > 0.6
-
-
-def test_progress_shows_frames_episodes_and_return(capsys):
-    with Collector(Fixed, frames_per_batch=50, total_frames=200, progress=True) as collector:
-        for _ in collector:
-            pass
-    shown = capsys.readouterr().out
-    assert "200 frames" in shown
-    assert "40 episodes" in shown
-    assert "return 10.0" in shown
 
 
 def test_memory_stays_flat_while_batches_are_dropped():

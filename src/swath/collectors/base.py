@@ -83,15 +83,22 @@ class BaseCollector(abc.ABC):
     # -- iteration ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
-            answer = self._advance()
-            if answer is None:
-                return
-            yield answer[0]
+        try:
+            while True:
+                answer = self._advance()
+                if answer is None:
+                    return
+                yield answer[0]
+        finally:  # also where the loop is left
+            self._close_bar()
 
     def next(self) -> Any:
         """Return the next batch, or None when there is none."""
-        answer = self._advance()
+        try:
+            answer = self._advance()
+        except BaseException:
+            self._close_bar()
+            raise
         return None if answer is None else answer[0]
 
     def rollout(self) -> TensorDict | None:
@@ -115,6 +122,10 @@ class BaseCollector(abc.ABC):
         if self._assembler is None:
             rollout, self._raw = self._raw, None  # no call: Ctrl-C comes before this or after it
         return rollout
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
     def _advance(self) -> tuple[Any] | None:
         """Return the next batch in a tuple, since a batch may be None with a replay buffer."""
@@ -146,7 +157,7 @@ class BaseCollector(abc.ABC):
             batch = None if self._raw is STORED else self._finished(self._raw)
             self._made, self._raw, self._batches = (batch,), None, self._batches + 1
         if self._bar is not None:
-            self._bar.update(self.stats(), done=self._frames_left() <= 0)
+            self._bar.update(self._stats, done=self._frames_left() <= 0)
         return True
 
     def _finished(self, batch: Any) -> Any:
@@ -418,11 +429,13 @@ class BaseCollector(abc.ABC):
         with self._shield:  # calling it again would not end what Ctrl-C had left
             if self._closed:
                 return
+            usable = self._is_usable()
+            if usable:
+                with contextlib.suppress(Exception):  # a pipe that is gone must not keep workers
+                    self._close_bar()  # while there are statistics
             self._closed = True
-            if not self._is_usable():  # a fork ends nothing of its parent's
+            if not usable:  # a fork ends nothing of its parent's
                 return
-            if self._bar is not None:
-                self._bar.close()
             if self._background is not None:
                 self._background.stop(0.0)
             self._shutdown(timeout)

@@ -173,7 +173,8 @@ class Options:
     seed: int | None = _option(None, Count(0, "or None"))
     """Seed of envs, random actions and the random numbers that the policy draws."""
     progress: bool = _option(False, Flag())
-    """Show progress: frames, speed and returns."""
+    """Show frames, speed and returns: in one line on a terminal or in a notebook, else in a line
+    on stderr every five seconds."""
     num_workers: int | None = _option(None, Count(1, "or None"), _WORKERS)
     """Number of workers; by default one for each entry of `create_env_fn`, or one for each core."""
     cat_results: Literal["stack", 0, -1] = _option("stack", Choice(("stack", 0, 1, -1)), _WORKERS)
