@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +16,7 @@ from swath.envs.batch import NativeGroup
 from swath.envs.group import comes_from
 from swath.envs.torchrl_specs import action_form, observation_form, outcome_of
 from swath.memory import Slab
+from swath.owner import only_here
 from swath.policies import OneHot
 from swath.rollout import BoundEnvs, CallFailed, keys
 from swath.rollout.keys import following
@@ -22,11 +26,21 @@ __all__ = ["OneHot", "TorchRLGroup", "is_torchrl_env"]
 
 _CHOICES = ("Categorical", "OneHot", "MultiCategorical", "MultiOneHot")
 """The specs of actions that may have a mask."""
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Envs that are closed when the interpreter ends, if nobody has done so before."""
 
 
 def is_torchrl_env(env: Any) -> bool:
     """Tell a TorchRL env without importing TorchRL."""
     return comes_from(env, "torchrl", "EnvBase")
+
+
+@only_here
+def _close_open() -> None:
+    for env in list(_open):
+        with contextlib.suppress(Exception):
+            if not env.is_closed:
+                env.close()
 
 
 class TorchRLGroup(NativeGroup):
@@ -49,6 +63,10 @@ class TorchRLGroup(NativeGroup):
             self.action_masks = self._action_masks
         self.state: Any = None
         """What the env must be given at its next step."""
+        # The processes of TorchRL's ParallelEnv wait for it for ever, and the interpreter for them.
+        _open.add(env)
+        atexit.unregister(_close_open)
+        atexit.register(_close_open)
 
     def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> BoundEnvs:
         return _BoundTorchRL(self, slab)
