@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest --doctest-modules -n $(N) --dist loadfile --no
 
 .PHONY: run test test-all test-cluster coverage floor fuzz check bench examples docs size clean
 
-run: $(VENV)/.run                       ## collect 200,000 frames of CartPole-v1 and say how it went
+run: $(VENV)/.run                       ## collect 200,000 frames of CartPole-v1 and print a summary
 	$(BIN)/swath collect CartPole-v1 --envs 8 --frames 200000
 
 test: $(VENV)/.dev                      ## all but the long suites over clusters; N=0 for one process

@@ -130,7 +130,7 @@ def test_a_collection_is_summed_up(here: Path, capsys: pytest.CaptureFixture[str
     for name in ("return", "length"):
         assert summary[name].split()[:-1:2] == ["mean", "min", "max", "last"]
     assert all(part in summary["time"] for part in (" s: env ", "policy ", "rest "))
-    assert summary["data"] == "not kept; --out DIR keeps it"
+    assert summary["data"] == "not stored; --out DIR stores it"
     assert sorted(path.name for path in here.glob("[!_]*")) == ["things.py", "wrong.py"]
 
 
@@ -222,7 +222,7 @@ BAD = [
     ("CartPole-v1 --envs two", "'--envs'"),
     ("CartPole-v1 --seed -1", "'--seed'"),
     ("CartPole-v1 --frame 9", "No such option: --frame"),
-    ("CartPole-v1 --mode async", "--mode async says how workers deliver; add --workers N"),
+    ("CartPole-v1 --mode async", "--mode async is for worker processes; add --workers N"),
     ("CartPole-v1 --workers 9", "--workers 9 is more than the 8 envs"),
     ("CartPole-v1 --workers 2 --policy things:failing", "ValueError: no idea"),
     ("CartPole-v1 --format csv", "'csv' is not one of 'tensordict', 'minari'"),
@@ -298,7 +298,7 @@ def test_interrupted_while_stepping_it_keeps_the_whole_steps(
     out, err = capsys.readouterr()
     assert err == ""
     assert rows(out)["frames"] == "48 of 200,000, from 2 envs"
-    assert "interrupted: this is what there was until then" in out
+    assert "interrupted: this is the summary of the frames collected so far" in out
     assert check_transitions(load_dataset("data")) == 48
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -427,7 +427,7 @@ def test_info_says_what_is_in_a_dataset(tmp_path: Path, capsys: pytest.CaptureFi
         (line,) = [line for line in collected.splitlines() if f" {row} " in line]
         assert line.split("\u2502")[2].split()[-1 if row == "episodes" else 1] in told
     assert main(["info", str(tmp_path / "none")]) == 2
-    assert "no swath dataset" in capsys.readouterr().err
+    assert "not a swath dataset" in capsys.readouterr().err
 
 
 def test_info_verifies_checksums_on_request(
@@ -437,7 +437,7 @@ def test_info_verifies_checksums_on_request(
     with DatasetWriter(path, checksum=True) as writer:
         writer.write(GymEnv("CartPole-v1").rollout(5))
     assert main(["info", "--verify", path]) == 0
-    assert "checksums: all files are as they were written" in capsys.readouterr().out
+    assert "checksums: all files are unchanged" in capsys.readouterr().out
     column.write_bytes(bytes(20))
     assert main(["info", path]) == 0
     capsys.readouterr()
@@ -456,4 +456,4 @@ def test_info_says_if_there_are_no_checksums(
     with DatasetWriter(path) as writer:
         writer.write(GymEnv("CartPole-v1").rollout(5))
     assert main(["info", "--verify", path]) == 0
-    assert "checksums: none; the sizes of all files are right" in capsys.readouterr().out
+    assert "checksums: none stored; all files have the right size" in capsys.readouterr().out

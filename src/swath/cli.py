@@ -105,38 +105,53 @@ def _swath(
 
 @app.command()
 def collect(  # noqa: PLR0913 - one parameter per option
-    env: Annotated[str, typer.Argument(metavar="ENV", help="Gymnasium id, also module:Id-v0.")],
-    frames: Annotated[int, _option("N", "Frames to collect, over all envs.", 1)] = 200_000,
-    envs: Annotated[int, _option("N", "Envs, stepped side by side.", 1)] = 8,
-    policy: Annotated[str | None, _option("MODULE:NAME", "As above; random by default.")] = None,
+    env: Annotated[
+        str,
+        typer.Argument(metavar="ENV", help="Gymnasium id, such as CartPole-v1 or module:Id-v0."),
+    ],
+    frames: Annotated[
+        int, _option("N", "Number of frames to collect, over all envs.", 1)
+    ] = 200_000,
+    envs: Annotated[int, _option("N", "Number of envs.", 1)] = 8,
+    policy: Annotated[
+        str | None, _option("MODULE:NAME", "The policy (see above); random by default.")
+    ] = None,
     seed: Annotated[int | None, _option("N", "Seed of envs, actions and weights.", 0)] = None,
-    max_frames_per_traj: Annotated[int | None, _option("N", "Cut trajectories at N.", 1)] = None,
-    out: Annotated[Path | None, _option("DIR", "Keep the data here; must be new or empty.")] = None,
-    format: Annotated[Format, typer.Option(help="How to store it.")] = Format.tensordict,
-    workers: Annotated[int, _option("N", "Worker processes; 0: in this one.", 0)] = 0,
-    mode: Annotated[Mode, typer.Option(help="How workers deliver.")] = Mode.sync,
+    max_frames_per_traj: Annotated[
+        int | None, _option("N", "Truncate trajectories at N.", 1)
+    ] = None,
+    out: Annotated[Path | None, _option("DIR", "New or empty directory for the data.")] = None,
+    format: Annotated[Format, typer.Option(help="Format of the stored data.")] = Format.tensordict,
+    workers: Annotated[int, _option("N", "Worker processes; 0 for none.", 0)] = 0,
+    mode: Annotated[
+        Mode, typer.Option(help="sync: batches of all workers; async: of the first that is done.")
+    ] = Mode.sync,
     backend: Annotated[
-        Backend, typer.Option(help="Where workers run: here, or on a Ray cluster.")
+        Backend, typer.Option(help="Run workers as processes, or on a Ray cluster.")
     ] = Backend.processes,
-    address: Annotated[str | None, _option("HOST:PORT", "Of the cluster; else one here.")] = None,
+    address: Annotated[
+        str | None,
+        _option("HOST:PORT", "Ray cluster to use; by default one is started locally."),
+    ] = None,
 ) -> int:
-    """Collect frames of an env, and say how it went.
+    """Collect frames from an env and print a summary.
 
-    The policy comes from a module that can be imported from the current
-    directory. A function of (observation_space, action_space), or of nothing,
-    is called and returns it; a function of one argument, the observations of
-    all envs, or an nn.Module is the policy itself.
+    --policy names an object of a module that can be imported from the current
+    directory. An nn.Module, or a function of one argument (the observations of
+    all envs), is the policy itself. A function of
+    (observation_space, action_space), or of no arguments, is called and
+    returns the policy.
 
     Example: swath collect CartPole-v1 --policy my_policies:make --out data
     """
     if format is Format.minari and out is None:
-        raise UsageError("--format minari says how to store data; add --out DIR.")
+        raise UsageError("--format minari is for stored data; add --out DIR.")
     if address is not None and backend is not Backend.ray:
-        raise UsageError(f"--address {address} is for --backend ray.")
+        raise UsageError(f"--address {address} needs --backend ray.")
     if backend is Backend.ray and not workers:
         workers = min(envs, usable_cpus())
     if mode is Mode.asynchronous and not workers:
-        raise UsageError("--mode async says how workers deliver; add --workers N.")
+        raise UsageError("--mode async is for worker processes; add --workers N.")
     if workers > envs:
         raise UsageError(f"--workers {workers} is more than the {envs} envs; each needs one.")
     sys.path.insert(0, os.getcwd())  # policies and 'module:Id-v0' envs live where the user is
@@ -207,16 +222,18 @@ def _make_collector(
 
 @app.command()
 def info(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset, or a buffer's.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of a dataset or a replay buffer.")
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare all files with their checksums.")
     ] = False,
 ) -> int:
-    """Say what is in a dataset: frames, keys, episodes.
+    """Describe a dataset: frames, keys, episodes.
 
-    It may be one of swath collect --out, or the directory of a ReplayBuffer.
-    With --verify, a file that was changed since it was written is named, and
-    the exit code is 1.
+    DIR is what swath collect --out has written, or the directory of a
+    ReplayBuffer. With --verify, a file that was changed after it was written is
+    named, and the exit code is 1.
     """
     from swath.data import describe
     from swath.data.datasets import verify_dataset
@@ -240,8 +257,10 @@ def info(
         table.add_row(name, f"{dtype} {shape}")
     _out.print(table, highlight=False)
     if verified is not None:
-        as_written = "all files are as they were written"
-        _say(f"checksums: {as_written if verified else 'none; the sizes of all files are right'}")
+        as_written = "all files are unchanged"
+        _say(
+            f"checksums: {as_written if verified else 'none stored; all files have the right size'}"
+        )
     return 0
 
 
@@ -254,9 +273,9 @@ def _add_episodes(table: Table, stats: dict[str, Any]) -> None:
 
 @app.command()
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="A smoke test of half a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a short smoke test.")] = False,
 ) -> int:
-    """Measure swath against its peers; needs a source checkout."""
+    """Measure swath beside other libraries; needs a source checkout."""
     near = (Path(__file__).parents[2], Path.cwd())
     roots = [p for p in near if (p / "bench/__main__.py").exists() and (p / "src/swath").is_dir()]
     if not roots:
@@ -337,11 +356,11 @@ class _Run:
         table.add_row("time", time)
         _out.print(table, highlight=False)
         if self.interrupted:
-            _say("interrupted: this is what there was until then")
+            _say("interrupted: this is the summary of the frames collected so far")
         if writer is None:
-            _say("data: not kept; --out DIR keeps it")
+            _say("data: not stored; --out DIR stores it")
         elif not writer.frames:
-            _say("data: none, so nothing was stored")
+            _say("data: no frames, so nothing was stored")
         else:
             _say(f"data: {writer.directory}\nload: {writer.load_call}")
 

@@ -227,7 +227,7 @@ def test_a_state_may_be_loaded_with_other_sizes_of_batches():
 
 def test_a_state_of_something_else_is_refused():
     with make("CartPole-v1", "random") as collector:
-        with pytest.raises(UsageError, match="no state of a swath collector"):
+        with pytest.raises(UsageError, match="not a state of a swath collector"):
             collector.load_state_dict({"frames": 3})
         state = collector.state_dict()
     with (

@@ -154,7 +154,7 @@ def test_before_it_is_closed_nothing_looks_complete(tmp_path: Path) -> None:
     assert not target.exists()
     with pytest.raises(UsageError, match=r"data\.partial is there: its writer runs yet, or was k"):
         load_dataset(target)
-    with pytest.raises(UsageError, match=r"no swath dataset: it has no swath\.json"):
+    with pytest.raises(UsageError, match=r"not a swath dataset: it has no swath\.json"):
         load_dataset(tmp_path / "data.partial")
     with pytest.raises(UsageError, match=r"data\.partial exists: another run writes there, or one"):
         DatasetWriter(target)
@@ -225,7 +225,10 @@ def test_an_exception_in_the_block_keeps_the_frames(tmp_path: Path) -> None:
 def test_without_frames_there_is_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(KeyError), DatasetWriter(tmp_path / "data"):
         raise KeyError("before the first batch")
-    with pytest.raises(UsageError, match="no frame was written"), DatasetWriter(tmp_path / "data"):
+    with (
+        pytest.raises(UsageError, match="no frames were written"),
+        DatasetWriter(tmp_path / "data"),
+    ):
         pass
     nothing = TensorDict({"collector": {"mask": torch.zeros(3, dtype=torch.bool)}}, [3])
     with DatasetWriter(tmp_path / "data") as writer:
@@ -279,9 +282,9 @@ def test_compact_batches_are_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 def test_loading_what_is_no_dataset_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no swath dataset: there is no such directory"):
+    with pytest.raises(UsageError, match="is not a swath dataset: there is no such directory"):
         load_dataset(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match=r"is no swath dataset: it has no swath\.json"):
+    with pytest.raises(UsageError, match=r"is not a swath dataset: it has no swath\.json"):
         load_dataset(tmp_path)
 
 

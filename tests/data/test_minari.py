@@ -195,7 +195,7 @@ def test_the_writer_stores_when_it_closes(tmp_path: Path, root: Path) -> None:
 
 
 def test_what_cannot_start_leaves_nothing_behind(tmp_path: Path, root: Path) -> None:
-    with pytest.raises(UsageError, match="no frame was written"):
+    with pytest.raises(UsageError, match="no frames were written"):
         MinariWriter(root, env=CountingEnv()).close()
     assert not list(tmp_path.iterdir())
     root.mkdir()

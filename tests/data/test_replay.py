@@ -255,9 +255,9 @@ def test_what_is_no_saved_buffer_is_neither_loaded_nor_replaced(tmp_path: Path) 
         buffer.save(tmp_path / "x")
     buffer.extend(numbered(0, 3))
     (tmp_path / "notes").mkdir()
-    with pytest.raises(UsageError, match="is no saved replay buffer"):
+    with pytest.raises(UsageError, match="is not a saved replay buffer"):
         buffer.save(tmp_path / "notes")
-    with pytest.raises(UsageError, match="is no saved replay buffer"):
+    with pytest.raises(UsageError, match="is not a saved replay buffer"):
         buffer.load(tmp_path / "nothing")
 
 
@@ -283,9 +283,9 @@ def test_nothing_is_taken_or_removed_that_only_has_a_name_of_the_save_before(
         mine = tmp_path / f"saved{end}" / "precious"
         mine.parent.mkdir()
         mine.write_text("mine")
-        with pytest.raises(UsageError, match="is no saved replay buffer"):
+        with pytest.raises(UsageError, match="is not a saved replay buffer"):
             buffer.save(tmp_path / "saved")
-        with pytest.raises(UsageError, match="is no saved replay buffer"):
+        with pytest.raises(UsageError, match="is not a saved replay buffer"):
             buffer.load(tmp_path / "saved")
         assert mine.read_text() == "mine"
         shutil.rmtree(mine.parent)

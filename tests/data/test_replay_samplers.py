@@ -500,8 +500,8 @@ def test_a_new_collector_continues_nothing_of_a_buffer_that_was_loaded(tmp_path)
 @pytest.mark.parametrize(
     ("sampler", "other", "message"),
     [
-        (UniformSampler(), PrioritizedSampler(), "PrioritizedSampler goes on from .*'values'"),
-        (PrioritizedSampler(), UniformSampler(), r"UniformSampler goes on from \['left'\]"),
+        (UniformSampler(), PrioritizedSampler(), "PrioritizedSampler continues from .*'values'"),
+        (PrioritizedSampler(), UniformSampler(), r"UniformSampler continues from \['left'\]"),
         (SliceSampler(slice_len=2), PrioritizedSampler(), r"and it has \[\]"),
     ],
 )
@@ -557,7 +557,7 @@ def test_priorities_of_a_buffer_that_has_drawn_nothing_yet_are_restored() -> Non
 def test_slices_of_impossible_sizes_are_refused(options, message) -> None:
     with pytest.raises(UsageError, match=message):
         SliceSampler(**options)
-    with pytest.raises(UsageError, match="batch_size=10 is no multiple of slice_len=3"):
+    with pytest.raises(UsageError, match="batch_size=10 is not a multiple of slice_len=3"):
         ReplayBuffer(10, sampler=SliceSampler(slice_len=3), batch_size=10)
     buffer = ReplayBuffer(10, sampler=SliceSampler(slice_len=3))
     with pytest.raises(UsageError, match="traj_ids"):

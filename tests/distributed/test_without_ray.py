@@ -20,4 +20,4 @@ def test_what_needs_ray_says_how_to_get_it(monkeypatch, capsys):
     assert main(["collect", "CartPole-v1", "--backend", "ray"]) == 2
     assert "pip install swath[ray]" in capsys.readouterr().err
     assert main(["collect", "CartPole-v1", "--address", "localhost:1"]) == 2
-    assert "is for --backend ray" in capsys.readouterr().err
+    assert "needs --backend ray" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def check_state(state: Any, ours: Setup) -> None:
         )
     if found != FORMAT:
         raise UsageError(
-            f"this is no state of a swath collector (format {found!r}; {FORMAT} was expected)."
+            f"this is not a state of a swath collector (format {found!r}; {FORMAT} was expected)."
         )
     theirs = state.get("setup")
     counts = [state.get(name) for name in ("frames", "batches")]

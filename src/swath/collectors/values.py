@@ -235,17 +235,17 @@ def _check_device(name: str, value: Any) -> None:
     except (RuntimeError, TypeError) as error:
         text = value.lower() if isinstance(value, str) else ""
         hint = nearest(_GPUS.get(text, text), ["cpu", "cuda", "cuda:0"])
-        raise UsageError(f"{name} is {value!r}, which is no torch device.{hint}") from error
+        raise UsageError(f"{name} is {value!r}, which is not a torch device.{hint}") from error
     there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
     if device.type != "cpu" and not there:
-        raise UsageError(f"{name} is {value!r}, and there is no such device here; use 'cpu'.")
+        raise UsageError(f"{name} is {value!r}, and this machine has no such device; use 'cpu'.")
 
 
 def mappings_of(name: str, value: Any) -> list[Mapping[str, Any]]:
     """Return an option that is a mapping for all, or a list with one for each, as a list."""
     each = list(value) if isinstance(value, (list, tuple)) else [{} if value is None else value]
     if not each or not all(isinstance(one, Mapping) and _named(one) for one in each):
-        raise UsageError(f"{name} must be a dict of options, or a list of such; got {value!r}.")
+        raise UsageError(f"{name} must be a dict of options, or a list of dicts; got {value!r}.")
     return each
 
 

@@ -125,7 +125,7 @@ class DatasetWriter:
             return
         if not self.frames:
             self.discard()
-            raise UsageError(f"no frame was written to {self.directory}, so there is no dataset.")
+            raise UsageError(f"no frames were written to {self.directory}, so there is no dataset.")
         self._closed = True
         partial = partial_of(self.directory)
         for column in self._columns.values():  # somebody may have tidied up meanwhile
@@ -227,7 +227,7 @@ def described(directory: str | Path, verify: bool = False) -> Description:
         reason = f"it has no {ABOUT}" if path.is_dir() else "there is no such directory"
         if partial_of(path).is_dir():
             reason += f", but {partial_of(path)} is there: its writer runs yet, or was killed"
-        raise UsageError(f"{path} is no swath dataset: {reason}.")
+        raise UsageError(f"{path} is not a swath dataset: {reason}.")
     found = read_description(path)
     if verify:
         verify_files(found)

@@ -220,7 +220,7 @@ class SliceSampler(Sampler):
         if rest or not other:
             name = "slice_len" if self.num_slices is None else "num_slices"
             raise UsageError(
-                f"batch_size={batch_size} is no multiple of {name}={given}; it is the number of "
+                f"batch_size={batch_size} is not a multiple of {name}={given}; it is the number of "
                 f"frames of all slices, for example {max(other, 1) * given}."
             )
         return (given, other) if self.num_slices is not None else (other, given)

@@ -72,7 +72,7 @@ def check_state(state: Mapping[str, Any], capacity: int, sampler: Sampler) -> No
     """Refuse a state that is none of a buffer of this capacity, with such a sampler."""
     if state.get("format") != 1 or state.get("capacity") != capacity:
         raise UsageError(
-            f"this is no state of a replay buffer with capacity={capacity}: format "
+            f"this is not a state of a replay buffer with capacity={capacity}: format "
             f"{state.get('format')!r}, capacity {state.get('capacity')!r}."
         )
     known = state.get("sampler")  # none, if the buffer was empty
@@ -80,7 +80,7 @@ def check_state(state: Mapping[str, Any], capacity: int, sampler: Sampler) -> No
     if known is not None and needed:
         raise UsageError(
             f"this is the state of a replay buffer with another sampler: {type(sampler).__name__} "
-            f"goes on from {sorted(needed)}, and it has {sorted(known)}. Load it into a buffer "
+            f"continues from {sorted(needed)}, and it has {sorted(known)}. Load it into a buffer "
             "with the sampler that it was saved with, or take the frames alone: "
             "buffer.extend(load_dataset(directory))."
         )
@@ -93,7 +93,9 @@ def save(
     path, new, old = _paths(directory)
     for one in (path, new, old):
         if one.exists() and not (one / STATE).is_file():
-            raise UsageError(f"{one} exists and is no saved replay buffer; name another directory.")
+            raise UsageError(
+                f"{one} exists and is not a saved replay buffer; name another directory."
+            )
     _remove(old)  # a crash has left them
     _remove(new)
     try:
@@ -144,7 +146,7 @@ def load(directory: str | Path, verify: bool = False) -> tuple[TensorDict, dict[
     """Return the frames, memory-mapped, and the rest."""
     path = _paths(directory)[0]
     if not (path / STATE).exists():
-        raise UsageError(f"{path} is no saved replay buffer: it has no {STATE}.")
+        raise UsageError(f"{path} is not a saved replay buffer: it has no {STATE}.")
     found = described(path, verify)
     state = _read_state(path / STATE, found.frames)
     return opened(found)[0], state

@@ -157,7 +157,7 @@ def _reach(address: str, limit: float | None) -> None:
     except OSError as error:
         raise UsageError(
             f"no Ray cluster answers at {address!r}: {error}. Is `ray start --head` running there, "
-            "and is this the address that it has told?"
+            "and is this the address that it printed?"
         ) from error
 
 

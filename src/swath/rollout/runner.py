@@ -619,11 +619,11 @@ def _check(group: EnvGroup, plan: Plan) -> None:
 
 
 def _check_states(group: EnvGroup, policy: Policy) -> None:
-    """Refuse a state that would move on in rows that are no transitions."""
+    """Refuse a state that would move on in rows that are not transitions."""
     if group.skips_rows and (policy.states or policy.primed or policy.needs_is_init):
         raise UsageError(
             "a recurrent policy cannot be used with a vector env that resets in the next step: "
-            "its state would move on in rows that are no transitions. Make the vector env with "
+            "its state would move on in rows that are not transitions. Make the vector env with "
             "autoreset_mode=AutoresetMode.SAME_STEP."
         )
 

@@ -195,8 +195,8 @@ class RemotePlace:
             if monotonic() < until:
                 raise ClosedError("this collector was shut down while it was waited for.")
             raise WorkerError(
-                f"worker {number} has not come within {self._limit:g} s (launch_timeout). Is it "
-                f"still queued, or can it not reach {self._invitation.host} port "
+                f"worker {number} has not connected within {self._limit:g} s (launch_timeout). Is "
+                f"it still queued, or can it not reach {self._invitation.host} port "
                 f"{self._invitation.port}?",
                 worker=number,
             )

@@ -89,7 +89,7 @@ class World:
         """In rank 0: raise if a rank has died."""
         if self._board.lacks(rank):
             raise WorkerError(
-                f"rank {rank} has died, and ranks cannot be started again: start all of them anew.",
+                f"rank {rank} has died, and ranks cannot be started again: restart all of them.",
                 worker=rank - 1,
             )
 

@@ -35,7 +35,7 @@ def make(makers=CountingEnv, policy=None, **options):
 
 
 NODES = {"collector_class": "sync", "num_workers_per_collector": 2}
-DICTS = "must be a dict of options, or a list of such; got"
+DICTS = "must be a dict of options, or a list of dicts; got"
 AMOUNT = r"in remote_configs must be a number from 0 to 1e\+14; got"
 
 
