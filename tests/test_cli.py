@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +15,7 @@ from typing import IO, Any
 import gymnasium as gym
 import pytest
 import torch
+from wait_kit import comes_true
 
 import swath
 from swath import cli
@@ -377,10 +377,7 @@ def _read_all(terminal: IO[bytes]) -> str:
 
 
 def _wait_for(path: Path, seconds: float = 40) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} has not come"
-        time.sleep(0.02)
+    assert comes_true(path.exists, seconds), f"{path} has not come"
 
 
 # -- the rest -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import multi_kit as kit
 import pytest
 import torch
 from gymnasium.wrappers import TimeLimit
+from wait_kit import comes_true
 
 from swath.collectors import Collector
 from swath.envs import SerialEnv
@@ -176,10 +177,7 @@ def test_frames_are_collected_in_the_background(backend):
     buffer, options = Kept(), {"frames_per_batch": 20, "total_frames": 200}
     with backend.first_come([CountingEnv] * 2, replay_buffer=buffer, **options) as collector:
         collector.start()
-        deadline = time.monotonic() + 60
-        while collector.is_running():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert comes_true(lambda: not collector.is_running(), 60)
     assert check_transitions(buffer) == 200
 
 

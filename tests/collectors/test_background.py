@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from wait_kit import comes_true
 
 from swath.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from swath.data import ReplayBuffer
@@ -37,10 +38,7 @@ class Kept:
 
 
 def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert comes_true(condition, seconds)
 
 
 KINDS = {

@@ -12,6 +12,7 @@ import multi_kit as kit
 import pytest
 import torch
 from multi_kit import Broken, Telling, told_right, wide
+from wait_kit import comes_true
 
 from swath.collectors import (
     AsyncCollector,
@@ -51,10 +52,7 @@ def new(storage="shared", capacity=2000, path=None, **options):
 
 
 def until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    assert comes_true(condition, seconds)
 
 
 def finished(collector):

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from wait_kit import comes_true
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,10 +40,7 @@ class Slurm:
 
     def gone(self, within: float = 40.0) -> bool:
         """Wait until there are no jobs."""
-        deadline = time.monotonic() + within
-        while self.jobs() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return not self.jobs()
+        return comes_true(lambda: not self.jobs(), within, every=0.1)
 
     @staticmethod
     def cancel(job: str) -> None:

@@ -17,6 +17,8 @@ from swath.links.launch import server_pid
 
 # Started once by libraries, for the life of the process.
 _KEPT_THREADS = ("MainThread", "ThreadPoolExecutor", "Thread-autotuning", "QueueFeeder")
+_EVERY = 0.05
+"""Seconds between two looks; they are counted, as in `wait_kit`."""
 _TESTS = Path(__file__).parents[1]
 
 
@@ -75,12 +77,13 @@ def wait_until_clean(before: Everything | OfOurs) -> list[str]:
     """Give what a test started some time to end; return what is left then."""
     if not before.left():
         return []
-    started = time.monotonic()
+    looks = 0
     while left := before.left():
-        if time.monotonic() > started + before.patience(left):
+        if looks * _EVERY > before.patience(left):
             break
         gc.collect()
-        time.sleep(0.05)
+        time.sleep(_EVERY)
+        looks += 1
     return left
 
 

@@ -15,6 +15,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
+from wait_kit import alive as alive
+from wait_kit import gone as gone
 
 from swath.collectors import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from swath.testing import CountingEnv, SlowEnv
@@ -168,22 +170,6 @@ def each_once(whole, others) -> int:
     ]
     assert len(set(seen)) == len(seen), "a frame came twice"
     return len(seen)
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone(pids, within: float = 20.0) -> bool:
-    """Wait until these processes have ended, at most so many seconds."""
-    deadline = time.monotonic() + within
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(map(alive, pids))
 
 
 def pids_of(collector) -> list[int]:

@@ -8,8 +8,11 @@ import importlib.util
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import warm_kit
 
 from swath.links.door import Door
 
@@ -32,18 +35,45 @@ _PATIENT = {"timeout_ms_task_wait_for_death_info": 30_000}
 
 def cluster() -> Any:
     """Return Ray, with one lean cluster of this process; no test waits for one of its CPUs."""
+    global _warm
     import ray
 
     if not ray.is_initialized():
-        ray.init(num_cpus=8, resources={"rare": 1}, _system_config=_PATIENT, **LEAN)
+        _warm = warm_kit.Server()
+        with _workers_set_up_by(warm_kit.__file__):
+            ray.init(num_cpus=8, resources={"rare": 1}, _system_config=_PATIENT, **LEAN)
     return ray
+
+
+_warm: warm_kit.Server | None = None
+
+
+@contextlib.contextmanager
+def _workers_set_up_by(path: str) -> Iterator[None]:
+    """Let a cluster that is started here start its workers by running this file."""
+    from ray._private.parameter import RayParams
+
+    init = RayParams.__init__
+
+    def with_path(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **{"setup_worker_path": path, **options})
+
+    RayParams.__init__ = with_path
+    try:
+        yield
+    finally:
+        RayParams.__init__ = init
 
 
 def leave() -> None:
     """End the cluster of this process, if it has one."""
+    global _warm
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         end(ray.shutdown)
+    if _warm is not None:
+        _warm.close()
+        _warm = None
 
 
 def lead_nowhere(monkeypatch: Any) -> None:

@@ -7,6 +7,9 @@ import signal
 import sys
 import time
 
+from wait_kit import alive as alive
+from wait_kit import gone as gone
+
 from swath.links import launch, pack, unpack
 
 
@@ -73,21 +76,6 @@ def nest_and_nap(channel, payload):
     inner.channel.receive()
     channel.send(inner.pid)
     time.sleep(3600)
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone(pids, within=20.0):
-    deadline = time.monotonic() + within
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return not any(map(alive, pids))
 
 
 def hang_up(channel, payload):

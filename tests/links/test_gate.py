@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from wait_kit import comes_true
 
 from swath.links.gate import Gate, dial, new_secret
 from swath.links.handshake import BUSY, SIZE, Hello, proof
@@ -277,10 +278,7 @@ def test_a_flood_costs_few_descriptors_and_no_thread_and_workers_come_in_meanwhi
         channel.close()
         for one in strangers:
             one.close()
-        deadline = time.monotonic() + 60
-        while gate.do("look")[1] > before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert gate.do("look") == (threads, before)
+        assert comes_true(lambda: gate.do("look") == (threads, before))
 
 
 def test_a_gate_for_which_no_descriptor_is_left_lets_workers_in_once_there_is_one():

@@ -12,6 +12,7 @@ import time
 
 import contract_kit as kit
 import pytest
+from wait_kit import comes_true
 
 from swath.links import calls, pack, unpack
 from swath.links import ray as module
@@ -65,11 +66,8 @@ def link_to(cluster):
         assert not cluster.is_initialized() or link.pid is None or gone(link.pid)
 
 
-def gone(pid, within=30.0):
-    deadline = time.monotonic() + within
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not os.path.exists(f"/proc/{pid}")
+def gone(pid):
+    return comes_true(lambda: not os.path.exists(f"/proc/{pid}"), 30.0)
 
 
 def ready(link, seconds):

@@ -52,13 +52,6 @@ def slabs(collector):
     return [slab.memory for pool in rounds for _, slab in pool._lent.values()]
 
 
-def gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
 @KINDS
 def test_actors_here_fill_the_slab_itself(sync):
     with RayCollector([CountingEnv] * 2, sync=sync, frames_per_batch=40, seed=1) as collector:
@@ -183,7 +176,7 @@ def test_a_killed_actor_is_dead_before_anybody_hears_of_it():
         link = collector._crew.links[0]
         pid = link.pid
         link.kill()
-        assert gone(pid)
+        assert not kit.alive(pid)
         batches += [collector.next() for _ in range(2)]
         assert collector.stats()["per_worker"][0]["restarts"] == 1
     check_transitions(batches)
@@ -198,7 +191,7 @@ def test_one_that_stands_still_ends_too(monkeypatch):
         pid = link.pid
         os.kill(pid, signal.SIGSTOP)
         link.kill()
-        assert gone(pid)
+        assert not kit.alive(pid)
         for _ in range(10):
             collector.next()
 

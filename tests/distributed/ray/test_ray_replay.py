@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from wait_kit import comes_true
 
 from swath.collectors import Collector
 from swath.collectors.distributed import RayCollector
@@ -258,10 +259,7 @@ def is_known(ray, name):
 
 
 def gone(ray, name):
-    deadline = time.monotonic() + 20
-    while is_known(ray, name) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_known(ray, name)
+    return comes_true(lambda: not is_known(ray, name), every=0.05)
 
 
 def test_an_actor_that_finds_no_place_is_told_and_leaves_nothing_behind(cluster):
@@ -312,10 +310,7 @@ def test_by_default_it_takes_no_cpu(cluster):
         time.sleep(0.5)  # Ray counts from time to time
         assert cluster.available_resources()["CPU"] == 8
         with RayReplayBuffer(10, remote_config={"num_cpus": 2}):
-            deadline = time.monotonic() + 20
-            while cluster.available_resources()["CPU"] != 6:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            assert comes_true(lambda: cluster.available_resources()["CPU"] == 6, every=0.05)
     with pytest.raises(ClosedError, match="was closed"):
         buffer.sample()
 

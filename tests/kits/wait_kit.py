@@ -1,0 +1,34 @@
+"""Waiting in tests: by looks, not by the clock.
+
+The clock goes on while a whole machine stands still, as virtual ones do at times. Whoever waits by
+the clock may be the first to run after that, and would report what had no chance to happen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+
+def comes_true(told: Callable[[], object], within: float = 20.0, every: float = 0.01) -> bool:
+    """Look until something is true, at most as often as fits into so many seconds."""
+    for _ in range(round(within / every)):
+        if told():
+            return True
+        time.sleep(every)
+    return bool(told())
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process runs; one that has ended does not, also if nobody has asked how."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone(pids: Iterable[int], within: float = 20.0) -> bool:
+    """Wait until these processes have ended."""
+    pids = list(pids)
+    return comes_true(lambda: not any(map(alive, pids)), within)
