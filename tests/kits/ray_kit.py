@@ -35,12 +35,10 @@ _PATIENT = {"timeout_ms_task_wait_for_death_info": 30_000}
 
 def cluster() -> Any:
     """Return Ray, with one lean cluster of this process; no test waits for one of its CPUs."""
-    global _warm
     import ray
 
     if not ray.is_initialized():
-        _warm = warm_kit.Server()
-        with _workers_set_up_by(warm_kit.__file__):
+        with warm_workers():
             ray.init(num_cpus=8, resources={"rare": 1}, _system_config=_PATIENT, **LEAN)
     return ray
 
@@ -49,14 +47,16 @@ _warm: warm_kit.Server | None = None
 
 
 @contextlib.contextmanager
-def _workers_set_up_by(path: str) -> Iterator[None]:
-    """Let a cluster that is started here start its workers by running this file."""
+def warm_workers() -> Iterator[None]:
+    """Let nodes of clusters that are started here take their workers from a server of forks."""
+    global _warm
     from ray._private.parameter import RayParams
 
+    _warm = _warm or warm_kit.Server()
     init = RayParams.__init__
 
     def with_path(self: Any, *args: Any, **options: Any) -> None:
-        init(self, *args, **{"setup_worker_path": path, **options})
+        init(self, *args, **{"setup_worker_path": warm_kit.__file__, **options})
 
     RayParams.__init__ = with_path
     try:
@@ -66,7 +66,7 @@ def _workers_set_up_by(path: str) -> Iterator[None]:
 
 
 def leave() -> None:
-    """End the cluster of this process, if it has one."""
+    """End the cluster of this process, if it has one, and the server of its workers."""
     global _warm
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

@@ -1,11 +1,13 @@
 """Ray's workers in tests, forked from a process that has imported Ray and torch already.
 
 Ray starts Python anew for each actor. Its imports take longer than most tests do with the actor.
-Here Ray starts this file instead, which asks a server for a fork that is the worker:
+Here Ray starts this file instead, which asks for a fork that is the worker:
 
 ```
- raylet --starts--> this file, as `setup_worker.py` --asks--> server (a child of the tests)
-                      ends when the worker has ended            forks: the worker
+ raylet --starts--> this file, as `setup_worker.py`      server: has imported torch
+                      |  (ends when the worker has)        | forks, for each job on each node
+                      +------------asks----------------> its server: has imported Ray
+                                                           | forks: the worker
 ```
 
 Clusters that scripts start, as users do, have workers as Ray makes them.
@@ -16,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 NAME = "SWATH_TESTS_WARM_WORKERS"
@@ -50,45 +54,73 @@ class Server:
 
 
 def serve(name: str, paths: list[str]) -> None:
-    """Fork a worker for each that asks, until the process that started this one has ended."""
-    import select
-
+    """Fork a server for each job, until the process that started this one has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end leave nothing
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("\0" + name)
-        listener.listen(64)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who ends leaves nothing
+    with _listening(name) as listener:
         own, sys.path[:] = sys.path[1:], paths
         from swath.preload import preload
 
         preload()
         sys.path[:] = own
-        cluster: dict[str, str] = {}
-        while listener in select.select([listener, sys.stdin], [], [])[0]:
-            asked, _ = listener.accept()
-            with asked:
-                _answer(asked, listener, cluster)
+        known = set()
+        for asked in _all_who_ask(listener):
+            job = _message(asked)
+            if (which := _name_of(name, job)) not in known:
+                known.add(which)
+                if os.fork() == 0:
+                    listener.close()
+                    asked.close()
+                    _serve_job(which, job)
 
 
-def _answer(asked: socket.socket, listener: socket.socket, cluster: dict[str, str]) -> None:
+def _serve_job(name: str, job: dict[str, str]) -> None:
+    """Fork workers; Ray reads once, while it is imported, whose they are."""
+    try:
+        with _listening(name) as listener:
+            os.environ.update(job)
+            import ray._private.workers.default_worker  # noqa: F401
+
+            import swath.links.calls  # noqa: F401
+
+            for asked in _all_who_ask(listener):
+                request = _message(asked)
+                _, descriptors, _, _ = socket.recv_fds(asked, 1, 3)
+                if os.fork() == 0:
+                    listener.close()
+                    _be_the_worker(request, descriptors)
+                for one in descriptors:
+                    os.close(one)
+    finally:
+        os._exit(0)
+
+
+def _listening(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0" + name)
+    listener.listen(64)
+    return listener
+
+
+def _all_who_ask(listener: socket.socket) -> Iterator[socket.socket]:
+    """Return one connection after the other; a worker holds its own until it ends."""
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
+        asked, _ = listener.accept()
+        with asked:
+            yield asked
+
+
+def _message(asked: socket.socket) -> dict[str, Any]:
     size = int.from_bytes(asked.recv(4, socket.MSG_WAITALL), "little")
-    request = json.loads(asked.recv(size, socket.MSG_WAITALL))
-    _, descriptors, _, _ = socket.recv_fds(asked, 1, 3)
-    told = {name: one for name, one in request["environ"].items() if name.startswith("RAY_")}
-    if not cluster:  # Ray's imports read which cluster and which job they are for
-        cluster.update(told)
-        os.environ.update(told)
-        import ray._private.workers.default_worker  # noqa: F401
-
-        import swath.links.calls  # noqa: F401
-    if os.fork() == 0:
-        listener.close()
-        _be_the_worker(request, descriptors, told == cluster)
-    for one in descriptors:
-        os.close(one)
+    return json.loads(asked.recv(size, socket.MSG_WAITALL))
 
 
-def _be_the_worker(request: dict[str, Any], descriptors: list[int], warm: bool) -> None:
+def _name_of(name: str, job: dict[str, str]) -> str:
+    """Return the name of the server for workers of a job on a node."""
+    return f"{name}-{job.get('RAY_RAYLET_PID')}-{job.get('RAY_JOB_ID')}"
+
+
+def _be_the_worker(request: dict[str, Any], descriptors: list[int]) -> None:
     import runpy
 
     code = 1
@@ -100,8 +132,6 @@ def _be_the_worker(request: dict[str, Any], descriptors: list[int], warm: bool) 
             os.close(one)
         os.setpgid(0, 0)  # Ray ends what is left of a worker's group with it
         os.chdir(request["cwd"])
-        if not warm:  # it is for another driver's job
-            os.execve(sys.executable, [sys.executable, *request["argv"]], request["environ"])
         os.environ.clear()
         os.environ.update(request["environ"])
         sys.argv[:] = request["argv"]
@@ -134,24 +164,31 @@ def _draw_entropy() -> None:
 
 def ask(worker: list[str]) -> None:
     """Ask for a worker, and end when it has ended."""
-    request = {"argv": worker, "environ": dict(os.environ), "cwd": os.getcwd()}
+    environ, name = dict(os.environ), os.environ[NAME]
+    job = {name: value for name, value in environ.items() if name.startswith("RAY_")}
+    with contextlib.suppress(ConnectionError):
+        _asked(name, job).close()
+        request = {"argv": worker, "environ": environ, "cwd": os.getcwd()}
+        with _asked(_name_of(name, job), request) as server:
+            socket.send_fds(server, [b"x"], [0, 1, 2])
+            server.recv(1)
+
+
+def _asked(name: str, request: dict[str, Any]) -> socket.socket:
+    """Return a connection to a server, which may have hardly begun."""
     body = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as server, contextlib.suppress(ConnectionError):
-        _connect(server)
-        server.sendall(len(body).to_bytes(4, "little") + body)
-        socket.send_fds(server, [b"x"], [0, 1, 2])
-        server.recv(1)
-
-
-def _connect(end: socket.socket) -> None:
     deadline = time.monotonic() + 30
     while True:
         try:
-            return end.connect("\0" + os.environ[NAME])
-        except ConnectionRefusedError:  # the server has hardly begun
+            (server := socket.socket(socket.AF_UNIX)).connect("\0" + name)
+        except ConnectionRefusedError:
+            server.close()
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
+        else:
+            server.sendall(len(body).to_bytes(4, "little") + body)
+            return server
 
 
 # What Ray tells whoever sets a worker up, and not the worker.

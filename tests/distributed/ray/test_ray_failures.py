@@ -18,7 +18,7 @@ from swath.collectors.distributed import RayCollector
 from swath.errors import EnvError, WorkerError
 from swath.links.cluster import no_place
 from swath.links.door import Door
-from swath.testing import CountingEnv, CrashingEnv, check_transitions
+from swath.testing import CountingEnv, CrashingEnv, SlowEnv, check_transitions
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 KINDS = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
@@ -69,7 +69,7 @@ def test_others_deliver_while_a_replacement_finds_no_place(sync, cluster):
 
     configs = [{}, {"resources": {"rare": 1}}]
     options = {"remote_configs": configs, "launch_timeout": 20.0}
-    with make(sync, [CountingEnv] * 2, **options) as collector:
+    with make(sync, [lambda: SlowEnv(0.002)] * 2, **options) as collector:
         batches = [collector.next() for _ in range(4)]
         greedy = Greedy.remote()
         victim = kit.pids_of(collector)[1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import multi_kit as kit
 import pytest
-from ray_kit import LEAN, end
+from ray_kit import LEAN, end, warm_workers
 
 from swath.collectors.distributed import RayCollector
 from swath.data import RayReplayBuffer
@@ -25,14 +27,15 @@ def nodes():
     import ray
 
     small = {"object_store_memory": 128 << 20, "include_dashboard": False}
-    cluster = Cluster(True, head_node_args={"num_cpus": 0, "resources": {"head": 1}, **small})
-    ray.init(**{**LEAN, "address": cluster.address, "object_store_memory": None})
-    cluster.add = lambda: cluster.add_node(
-        num_cpus=1, resources={"edge": 1}, object_store_memory=128 << 20
-    )
-    yield cluster
-    end(ray.shutdown)
-    end(cluster.shutdown)
+    with warm_workers():
+        cluster = Cluster(True, head_node_args={"num_cpus": 0, "resources": {"head": 1}, **small})
+        ray.init(**{**LEAN, "address": cluster.address, "object_store_memory": None})
+        cluster.add = lambda: cluster.add_node(
+            num_cpus=1, resources={"edge": 1}, object_store_memory=128 << 20
+        )
+        yield cluster
+        end(ray.shutdown)
+        end(cluster.shutdown)
 
 
 @pytest.mark.usefixtures("far")
@@ -48,9 +51,9 @@ def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
             batches.append(batch)
             collector.update_policy_weights_(policy.become(len(batches)))
 
-    makers = [kit.wide] * 2
+    makers = [functools.partial(kit.slow_wide, 0.002)] * 2
     with RayCollector(
-        makers, policy, frames_per_batch=200, placement="spread", launch_timeout=60.0
+        makers, policy, frames_per_batch=20, placement="spread", launch_timeout=60.0
     ) as collector:
         rows = collector.stats()["per_worker"]
         collect_until(lambda: len(batches) >= 10)

@@ -13,10 +13,13 @@ import multi_kit as kit
 import pytest
 from multi_kit import Child
 from ray_kit import command
+from wait_kit import comes_true
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SCRIPT = """
+from swath.preload import preload
+preload()
 import os, sys, time
 from ray_kit import descendants as everyone
 from swath.collectors.distributed import RayCollector
@@ -48,59 +51,36 @@ def pids_in(line):
 
 def left(pids, within):
     """Wait for all but the agents of Ray's dashboard, which notice by themselves, later."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
+
+    def others():
         lives = [command(pid)[-100:] for pid in pids if kit.alive(pid)]
-        if all("agent" in one.lower() for one in lives):
-            return []
-        time.sleep(0.1)
-    return lives
+        return [one for one in lives if "agent" not in one.lower()]
+
+    comes_true(lambda: not others(), within, every=0.1)
+    return others()
 
 
-def test_a_script_starts_a_quiet_cluster_and_stops_it():
+def test_scripts_start_quiet_clusters_and_stop_their_own():
     script = start(
         """
-        import ray
-        from swath.workers import ray as place
-
-        class NoDoor:
-            name = None
-
-            def close(self):
-                pass
-
+        import itertools, ray
+        first = RayCollector([CountingEnv], frames_per_batch=20, **OPTIONS)
+        first.next()
+        ray.shutdown()
         policy = lambda o: 0
-        with RayCollector([CountingEnv] * 2, policy, frames_per_batch=20, total_frames=200,
-                          **OPTIONS) as collector:
-            batches = list(collector)
-            assert ray.is_initialized()
-            pids = everyone()
-        assert check_transitions(batches) == 200
+        second = RayCollector([CountingEnv] * 2, policy, frames_per_batch=20, total_frames=200,
+                              **OPTIONS)
+        try:
+            list(itertools.islice(first, 100))
+            raise AssertionError("it goes on without its cluster")
+        except ValueError as error:
+            assert "Ray was shut down under this collector" in str(error)
+        first.shutdown()
+        assert check_transitions(list(second)) == 200
+        pids = everyone()
+        second.shutdown()
         assert not ray.is_initialized()
         say(*pids)
-        LOCAL = dict(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
-                     logging_level="error", object_store_memory=128 << 20)
-        ray.init(**LOCAL)
-        with RayCollector([CountingEnv], frames_per_batch=20, total_frames=40) as collector:
-            list(collector)
-        assert ray.is_initialized(), "this cluster is not ours to stop"
-        for again, door in ((False, place.Door), (True, NoDoor)):
-            place.Door = door
-            collector = RayCollector([CountingEnv], frames_per_batch=20)
-            collector.next()
-            ray.shutdown()
-            if again:
-                ray.init(**LOCAL)
-            try:
-                for _ in range(100):
-                    collector.next()
-                raise AssertionError("it goes on without Ray, or in another one")
-            except ValueError as error:
-                assert "Ray was shut down under this collector" in str(error)
-            collector.shutdown()
-            assert ray.is_initialized() == again
-            ray.shutdown()
-            ray.init(**LOCAL)
         """
     )
     with script:
@@ -110,57 +90,6 @@ def test_a_script_starts_a_quiet_cluster_and_stops_it():
     assert len(pids) > 3
     assert not left(pids, 30)
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("door", [True, False], ids=["near", "far"])
-def test_who_waits_while_ray_is_shut_down_is_told(door):
-    script = start(
-        f"""
-        import ray, threading
-        from ray.cluster_utils import Cluster
-        from swath.links.door import Door
-        if not {door}:
-            def nowhere(door):
-                door.name = door._socket = None
-            Door.__init__ = nowhere
-        lean = dict(num_cpus=2, object_store_memory=128 << 20, include_dashboard=False)
-        cluster = Cluster(initialize_head=True, head_node_args=lean)  # which stays
-        collector = RayCollector([lambda: SlowEnv(0.5)], frames_per_batch=600,
-                                 address=cluster.address)
-        def later():
-            time.sleep(1)  # if it does not wait by then, it is told all the same
-            ray.shutdown()
-        other = threading.Thread(target=later)
-        other.start()
-        try:
-            collector.next()
-            raise AssertionError("what did it collect?")
-        except ValueError as error:
-            assert "Ray was shut down under this collector" in str(error)
-        other.join()
-        collector.shutdown()
-        cluster.shutdown()
-        """
-    )
-    with script:
-        _, err = script.communicate(timeout=200)
-    assert script.returncode == 0, err
-    assert "Traceback" not in err
-
-
-def test_an_exception_that_nobody_catches_ends_actors_and_cluster():
-    script = start(
-        """
-        for data in (collector := RayCollector([CountingEnv] * 2, frames_per_batch=20, **OPTIONS)):
-            say(*everyone())
-            1 / 0
-        """
-    )
-    with script:
-        out, err = script.communicate(timeout=200)
-    assert script.returncode == 1
-    assert err.rstrip().endswith("ZeroDivisionError: division by zero")
-    assert not left(pids_in(out), 30)
 
 
 def test_ctrl_c_comes_at_once_loses_nothing_and_ends_all():
@@ -182,7 +111,7 @@ def test_ctrl_c_comes_at_once_loses_nothing_and_ends_all():
                 interrupts += 1
         assert check_transitions(batches) == 20 * len(batches)
         assert collector.stats()["restarts"] == 0
-        endless = RayCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=20000, **OPTIONS)
+        endless = RayCollector([lambda: SlowEnv(0.01)], frames_per_batch=20000, **OPTIONS)
         say(*everyone())
         endless.next()
         """
@@ -227,7 +156,7 @@ def test_ctrl_c_while_a_cluster_is_started_or_ended_leaves_nothing():
         except KeyboardInterrupt:
             say("started:", ray.is_initialized(), left())
         ray.init = init
-        collector = RayCollector([SlowToClose] * 2, frames_per_batch=20, **OPTIONS)
+        collector = RayCollector([SlowToClose], frames_per_batch=20, **OPTIONS)
         collector.next()
         try:
             later(0.5)
@@ -243,36 +172,10 @@ def test_ctrl_c_while_a_cluster_is_started_or_ended_leaves_nothing():
     assert out.splitlines() == ["started: False []", "ended: False []"]
 
 
-def test_a_collector_ends_no_cluster_but_its_own():
-    script = start(
-        """
-        import ray
-        collector = RayCollector([CountingEnv], frames_per_batch=20, **OPTIONS)
-        collector.next()
-        ray.shutdown()
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
-                 logging_level="error", object_store_memory=128 << 20)
-        collector.shutdown()
-        assert ray.is_initialized()
-        ray.shutdown()
-        first = RayCollector([CountingEnv], frames_per_batch=20, **OPTIONS)
-        ray.shutdown()
-        second = RayCollector([CountingEnv], frames_per_batch=20, **OPTIONS)
-        first.shutdown()
-        assert second.next().numel() == 20
-        second.shutdown()
-        assert not ray.is_initialized()
-        """
-    )
-    with script:
-        _, err = script.communicate(timeout=200)
-    assert script.returncode == 0, err
-
-
 def test_a_driver_that_is_killed_takes_actors_and_cluster_along():
     script = start(
         """
-        collector = RayCollector([lambda: SlowEnv(0.01)] * 2, frames_per_batch=20, **OPTIONS)
+        collector = RayCollector([lambda: SlowEnv(0.01)], frames_per_batch=20, **OPTIONS)
         collector.next()
         say(*everyone())
         for data in collector:
