@@ -7,6 +7,7 @@ python scripts/torchrl_table.py --check  # only says whether the page is as the 
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 from swath.collectors.from_torchrl import ROWS
@@ -30,6 +31,7 @@ def rendered(kind: str) -> str:
     rows = [row for row in ROWS if row.kind == kind]
     same = sorted({row.name for row in rows if _plain(row)})
     lines = [f"The same: {', '.join(f'`{name}`' for name in same)}.", ""] if same else []
+    lines = [one for line in lines for one in textwrap.wrap(line, 100) or [""]]
     others = sorted((row for row in rows if not _plain(row)), key=lambda row: row.name.lower())
     if others:
         lines += [f"| {kind} | here |", "|---|---|", *map(_line, others), ""]
@@ -49,6 +51,8 @@ def _what(row: Row) -> str:
     says = row.says and row.says[0].upper() + row.says[1:]
     if not isinstance(row, Option):
         return " ".join(filter(None, (f"{row.outcome}.".capitalize(), says)))
+    if row.page:
+        return row.page
     if row.nothing is ANY:
         return f"No effect. {says}"
     parts = []

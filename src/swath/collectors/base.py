@@ -14,7 +14,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -40,6 +40,9 @@ from swath.observe.progress import Bar
 from swath.owner import Owner
 from swath.shield import Shield
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["STORED", "BaseCollector"]
 
 STORED: Any = object()
@@ -51,6 +54,15 @@ class BaseCollector(abc.ABC):
 
     Subclasses say where rollouts come from.
     """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Refuse what was meant to be an option and has no name."""
+        if len(arguments) > 2 and cls.__init__.__module__.startswith("swath."):
+            raise UsageError(
+                f"{cls.__name__} takes create_env_fn and policy by position and the rest by name, "
+                f"as in frames_per_batch=100; the third argument is {arguments[2]!r}."
+            )
+        return super().__new__(cls)
 
     def __init__(self, options: Options) -> None:
         self.options = options

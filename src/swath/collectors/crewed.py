@@ -71,7 +71,6 @@ class CrewedCollector(BaseCollector):
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         check_can_start_workers()
         parsed = Options.parse(type(self), options, self._scope, self._without)
-        parsed.check_policy(policy)
         self._policy, self._version = policy, 0
         sources = sources_of(create_env_fn, parsed.num_workers)
         sources = [one for one in sources for _ in range(parsed.num_workers_per_collector)]

@@ -135,6 +135,7 @@ _OPTIONS: tuple[Row, ...] = (
         name="track_policy_version",
         nothing=(False, None),
         when=lambda value, given: not isinstance(value, bool),
+        page='An object of TorchRL\'s is refused: `("collector", "policy_version")` has it anyway.',
         says='the version of each frame is in ("collector", "policy_version"), always; True '
         "writes it at the root, too.",
         tried=("a PolicyVersion",),
@@ -142,6 +143,8 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="track_policy_version",
         nothing=(False, None),
+        page='`("collector", "policy_version")` is always there; with `True` it stands under '
+        '`"policy_version"` and `("next", "policy_version")`, too.',
         outcome="translated",
         into=lambda value, given: {"postproc": _VersionAtRoot(given.get("postproc"))},
         says='`("collector", "policy_version")` is always there; with `True` it stands under '
@@ -151,12 +154,17 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="track_traj_ids",
         nothing=(True, None),
+        page='With `False`, `("collector", "traj_ids")` is left out of what is delivered.',
         outcome="translated",
         into=lambda value, given: {"postproc": _WithoutIds(given.get("postproc"))},
         says='With `False`, `("collector", "traj_ids")` is left out of what is delivered.',
         tried=(False,),
     ),
-    Option(name="trajs_per_write", nothing=ANY, says="How many are written at once is nobody's."),
+    Option(
+        name="trajs_per_write",
+        nothing=ANY,
+        says="Whole trajectories are written as soon as there are `trajs_per_batch`.",
+    ),
     Option(
         name="use_buffers", nothing=ANY, says="Rollouts are written once, to memory that is kept."
     ),
@@ -169,6 +177,8 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="weight_sync_schemes",
         nothing=_of_the_policy_alone,
+        page="A scheme for `policy` has no effect, since swath publishes the weights of the policy "
+        "itself. Schemes for other models are refused: change those in the workers by `map_fn`.",
         says="swath publishes the weights of the policy, without a scheme; change other models in "
         "the workers by map_fn.",
         tried=({"critic": "a scheme"},),
@@ -198,6 +208,7 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="num_sub_threads",
         outcome="translated",
+        page="Another name of `num_threads`: threads of torch in each worker.",
         scopes=_LOCAL,
         nothing=(None,),
         alias_of="num_threads",
@@ -208,6 +219,8 @@ _OPTIONS: tuple[Row, ...] = (
         name="num_threads",
         scopes=_LOCAL,
         when=_beside_sub_threads,
+        page="Threads of torch in each worker. Beside `num_sub_threads` it means threads of your "
+        "process, and has no effect: swath leaves these alone.",
         nothing=ANY,
         says="Beside `num_sub_threads` it means threads of your process, which swath leaves "
         "alone; without, threads of each worker.",
@@ -216,6 +229,8 @@ _OPTIONS: tuple[Row, ...] = (
         name="collector_class",
         scopes=_LOCAL,
         nothing=_is_collector,
+        page="`Collector` has no effect; a class of your own is refused, since each worker runs "
+        "swath's own loop. See `init_fn`, `postproc` and `map_fn`, or subclass the collector.",
         says="each worker runs swath's own loop; for what yours does, see init_fn, postproc and "
         "map_fn, or subclass this collector.",
         tried=(dict,),
@@ -238,6 +253,8 @@ _OPTIONS: tuple[Row, ...] = (
         scopes=_LOCAL,
         owners=("MultiSyncCollector",),
         nothing=(True, None),
+        page="`True` has no effect; `False` is refused: that is MultiAsyncCollector. "
+        "`MultiCollector(sync=...)` is either of them.",
         says="its batches are of all workers; MultiAsyncCollector is the other one.",
         tried=(False,),
     ),
@@ -246,6 +263,7 @@ _OPTIONS: tuple[Row, ...] = (
         scopes=_LOCAL,
         owners=("MultiAsyncCollector",),
         nothing=(False, None),
+        page="`False` has no effect; `True` is refused: that is MultiSyncCollector.",
         says="its batches are of one worker each; MultiSyncCollector is the other one.",
         tried=(True,),
     ),
@@ -264,10 +282,36 @@ _OPTIONS: tuple[Row, ...] = (
         says="Makers travel as they are.",
     ),
     # -- the front door of Collector ------------------------------------------------------------
-    Option(name="backend", scopes=("inline",), nothing=(None, "direct"), says=_OPENS),
-    Option(name="backend_options", scopes=("inline",), nothing=(None, {}), says=_OPENS),
-    Option(name="num_collectors", scopes=("inline",), nothing=(None, 1), says=_OPENS),
-    Option(name="sync", scopes=("inline",), nothing=(None,), says=_OPENS),
+    Option(
+        name="backend",
+        scopes=("inline",),
+        nothing=(None, "direct"),
+        page="`Collector(backend=...)` opens another collector: `process` (or `multiprocessing`) a "
+        "MultiAsyncCollector or, with `sync=True`, a MultiSyncCollector; `rpc`, `distributed`, "
+        "`submitit` and `ray` those of `swath.collectors.distributed`. A subclass refuses it.",
+        says=_OPENS,
+    ),
+    Option(
+        name="backend_options",
+        scopes=("inline",),
+        nothing=(None, {}),
+        page="Further options of the collector that `backend` opens.",
+        says=_OPENS,
+    ),
+    Option(
+        name="num_collectors",
+        scopes=("inline",),
+        nothing=(None, 1),
+        page="How many workers the collector has that `backend` opens; `process` by default.",
+        says=_OPENS,
+    ),
+    Option(
+        name="sync",
+        scopes=("inline",),
+        nothing=(None,),
+        page="Which of two collectors `backend` opens: one that waits for all workers, or not.",
+        says=_OPENS,
+    ),
     # -- other names ----------------------------------------------------------------------------
     Option(
         name="exploration_mode",

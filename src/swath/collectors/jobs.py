@@ -11,6 +11,8 @@ from swath.collectors.values import mappings_of
 from swath.envs import is_env
 from swath.errors import UsageError
 from swath.links import pack
+from swath.memory.weights import named_weights
+from swath.policies import MadeWith, policy_module
 from swath.system import usable_cpus
 from swath.workers.messages import Job, Ready
 
@@ -98,7 +100,7 @@ def sources_of(create_env_fn: Any, num_workers: int | None, name: str = "num_wor
     else:
         sources = [create_env_fn] * (num_workers or usable_cpus())
     for one in _flat(sources):
-        if is_env(one) or not (isinstance(one, str) or callable(one)):
+        if not (is_env(one) or isinstance(one, str) or callable(one)):
             raise UsageError(
                 f"the envs are {one!r}; workers make their own, so pass an id, a callable that "
                 "makes an env, or a list of these with one entry for each worker."
@@ -121,6 +123,10 @@ def jobs_of(sources: Sequence[Any], policy: Any, options: Options, refreshes: bo
     count = len(sources)
     makes_policy = options.policy_factory is not None
     policies = each_of("policy_factory", options.policy_factory if makes_policy else policy, count)
+    if makes_policy and (module := policy_module(policy)) is not None:
+        weights = {name: value.detach().cpu() for name, value in named_weights(module).items()}
+        made = {id(factory): MadeWith(factory, weights) for factory in policies}
+        policies = [made[id(factory)] for factory in policies]
     kwargs = each_of("create_env_kwargs", options.create_env_kwargs, count)
     for name in ("device", "env_device", "policy_device", "storing_device"):
         each_of(name, getattr(options, name), count)
@@ -134,6 +140,7 @@ def jobs_of(sources: Sequence[Any], policy: Any, options: Options, refreshes: bo
         Job(
             number=number,
             envs=packed(sources[number], "create_env_fn"),
+            copies_envs=any(is_env(one) for one in _flat([sources[number]])),
             env_kwargs=packed(kwargs[number], "create_env_kwargs"),
             policy=packed(policies[number], "policy_factory" if makes_policy else "policy"),
             init_fn=init_fn,

@@ -14,8 +14,8 @@ import abc
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
@@ -40,14 +40,39 @@ from swath.workers.messages import (
     TakeState,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["MultiCollector"]
 
 
 class MultiCollector(CrewedCollector):
-    """Workers, their weights and their state; subclasses say which rollouts make a batch."""
+    """Workers, their weights and their state; subclasses say which rollouts make a batch.
+
+    `MultiCollector(sync=True, ...)` is a `MultiSyncCollector`, with False a `MultiAsyncCollector`.
+    """
 
     _batches_are: str
     """What a batch is of, in words."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Return the collector that `sync` says, where this class itself is called."""
+        return super().__new__(cls._meant(options), *arguments, **options)
+
+    @classmethod
+    def _meant(cls, options: Mapping[str, Any]) -> type[Self]:
+        """Return which class is meant by what was given."""
+        if cls is not MultiCollector:
+            return cls
+        if options.get("sync") is None:
+            raise UsageError(
+                "sync is missing: True makes a MultiSyncCollector of MultiCollector, False a "
+                "MultiAsyncCollector."
+            )
+        from swath import collectors
+
+        kinds: Any = collectors.MultiAsyncCollector, collectors.MultiSyncCollector
+        return kinds[bool(options["sync"])]
 
     # -- rollouts -------------------------------------------------------------------------------
 

@@ -244,5 +244,6 @@ class AsyncCollector(MultiAsyncCollector):
         super().__init__([create_env_fn], policy, **options)
 
 
-for _kind in (MultiAsyncCollector, AsyncCollector):
+_kinds: tuple[type, ...] = (MultiAsyncCollector, AsyncCollector)
+for _kind in _kinds:
     document(_kind, "workers")

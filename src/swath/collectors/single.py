@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
 
 from swath.collectors.base import BaseCollector
 from swath.collectors.documented import document
+from swath.collectors.front_door import opened
 from swath.collectors.options import Options
 from swath.collectors.setup import Setup, fields_in_words, weights_in_words
 from swath.collectors.turns import between_batches
@@ -24,6 +25,9 @@ from swath.memory.weights import WeightSpec, copy_weights, named_weights
 from swath.observe import Episodes
 from swath.policies import made_by, policy_module
 from swath.rollout import DeviceRunner, Plan, described, envs_in_words, runner_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Collector"]
 
@@ -47,6 +51,11 @@ class Collector(BaseCollector):
         torch.Size([4, 50])
         torch.Size([4, 50])
     """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Return a collector of this process, or the one that `backend` names; see front_door."""
+        elsewhere: Any = opened(arguments, options) if cls is Collector else None
+        return super().__new__(cls, *arguments, **options) if elsewhere is None else elsewhere
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         parsed = Options.parse(type(self), options)

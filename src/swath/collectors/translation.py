@@ -78,6 +78,8 @@ class Option(Row):
     """Return options of swath from a value and the others that were given."""
     when: Callable[[Any, Given], bool] | None = None
     """Tell whether a value, beside the others that were given, is what this row is about."""
+    page: str = ""
+    """What the docs say of it, if not what follows from the rest."""
     tried: tuple[Any, ...] = ()
     """Values that are not without effect, as examples for the docs and the tests."""
 

@@ -69,6 +69,15 @@ class Env:
         self._state: tuple[Slab, BoundEnvs, int] | None = None
         self._closed, self._owner = False, Owner(type(self).__name__)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process is made of; it is to be reset first."""
+        if self._closed:
+            raise ClosedError(f"this {type(self).__name__} was closed; make a new one.")
+        return {**vars(self), "_state": None, "_owner": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _owner=Owner(type(self).__name__))  # of this process
+
     # -- one step at a time ---------------------------------------------------------------------
 
     @_alone

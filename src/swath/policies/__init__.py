@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from swath.errors import PolicyError, SwathError, UsageError
+from swath.memory.weights import copy_weights
 from swath.policies.base import Interface, Policy, State, TorchPolicy
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
 from swath.policies.calls import short
@@ -23,6 +25,7 @@ from swath.tree import Key
 __all__ = [
     "ActionSampler",
     "Interface",
+    "MadeWith",
     "Masks",
     "OneHot",
     "Policy",
@@ -73,6 +76,22 @@ def made_by(factory: Callable[[], Any]) -> Any:
             "random actions."
         )
     return made
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """A `policy_factory` whose policies begin with weights that were given."""
+
+    factory: Callable[[], Any]
+    weights: Mapping[str, torch.Tensor]
+
+    def __call__(self) -> Any:
+        """Return a policy."""
+        made = made_by(self.factory)
+        module = policy_module(made)
+        if module is not None:
+            copy_weights(self.weights, module)
+        return made
 
 
 def policy_module(policy: Any) -> torch.nn.Module | None:

@@ -33,10 +33,16 @@ Masks = Callable[[], Sequence[np.ndarray | None]]
 class RandomPolicy:
     """Choose actions at random; the same as passing no policy.
 
+    Args:
+        action_spec: Not looked at, since the envs say what their actions are.
+
     Examples:
         >>> RandomPolicy()
         RandomPolicy()
     """
+
+    def __init__(self, action_spec: Any = None) -> None:
+        pass
 
     def __repr__(self) -> str:
         return "RandomPolicy()"

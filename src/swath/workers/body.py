@@ -6,6 +6,7 @@ takes reports back.
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -92,6 +93,8 @@ class Worker:
         if init_fn is not None:
             init_fn()
         self._group = as_group(unpack(job.envs), unpack(job.env_kwargs))
+        if job.copies_envs:  # or each copy would go on with the same random numbers
+            self._group.seed([secrets.randbits(32) for _ in range(self._group.num_envs)])
         port.send(Built(self._group.num_envs))
 
     def _begin(self, message: Begin) -> None:

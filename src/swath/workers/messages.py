@@ -49,6 +49,8 @@ class Job:
 
     number: int
     envs: bytes
+    copies_envs: bool
+    """`envs` holds env objects, which other workers have copies of."""
     env_kwargs: bytes
     policy: bytes
     init_fn: bytes

@@ -114,7 +114,6 @@ def test_options_of_actors(value, words):
         ({"collector_kwargs": {"num_workers_per_collector": 2}}, "needs collector_class='sync'"),
         ({"create_env_fn": 5}, "the envs are 5; workers make their own"),
         ({"create_env_fn": []}, "the list of env makers is empty"),
-        ({"policy": len, "policy_factory": list}, "policy and policy_factory are both given"),
     ],
 )
 def test_other_options(options, words):

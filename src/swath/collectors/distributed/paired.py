@@ -38,10 +38,10 @@ class PairedCollector(MultiCollector):
             type(cls.__name__, (cls, MultiSyncCollector), about),
         )
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Return a collector that delivers as `sync` says."""
+    @classmethod
+    def _meant(cls, options: Mapping[str, Any]) -> type[Any]:
         sync = {**cls._defaults, **node_options(options)}.get("sync") is True
-        return object.__new__(cls if cls._deliveries is None else cls._deliveries[sync])
+        return cls if cls._deliveries is None else cls._deliveries[sync]
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         sync = {**self._defaults, **options}.get("sync") is True

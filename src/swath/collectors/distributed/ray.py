@@ -83,7 +83,6 @@ class RayCollector(PairedCollector):
         inner = options.get("collector_kwargs")
         options = {**self._defaults, **node_options(options)}
         given = Options.parse(type(self), options, "ray", self._without)
-        given.check_policy(policy)
         self._configs, self._each = _configs(given), given.num_workers_per_collector
         makers, self._follows = _makers(given, create_env_fn)
         for name, value in (("collector_kwargs", inner), ("remote_configs", given.remote_configs)):
