@@ -78,14 +78,22 @@ def _leaves(space: gym.Space[Any], key: Key, path: tuple[str | int, ...], kind: 
         ]
     if isinstance(space, spaces.Discrete):
         return [Leaf(key, path, space, (), np.dtype(space.dtype))]
-    fixed = space.is_np_flattenable and not isinstance(space, spaces.Text)
-    if fixed and space.shape is not None and space.dtype is not None:
+    if _is_fixed(space) and space.shape is not None and space.dtype is not None:
         return [Leaf(key, path, space, tuple(space.shape), np.dtype(space.dtype))]
+    is_minigrid = type(space).__name__ == "MissionSpace"
     raise UsageError(
         f"the {kind} space has a {type(space).__name__} at {key_name(key or (kind,))}, which has "
         "no fixed array form. Supported are Box, Discrete, MultiDiscrete, MultiBinary and Dict or "
         "Tuple of these; convert it with a gymnasium wrapper."
+        + (" MiniGrid has minigrid.wrappers.ImgObsWrapper for that." * is_minigrid)
     )
+
+
+def _is_fixed(space: gym.Space[Any]) -> bool:
+    try:
+        return space.is_np_flattenable and not isinstance(space, spaces.Text)
+    except NotImplementedError:  # what Gymnasium's base class says of a space made by others
+        return False
 
 
 def fetch(value: Any, path: Sequence[str | int]) -> Any:

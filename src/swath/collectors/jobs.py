@@ -9,6 +9,7 @@ import swath
 from swath.collectors.options import Options
 from swath.collectors.values import mappings_of
 from swath.envs import is_env
+from swath.envs.registry import pack_registered
 from swath.errors import UsageError
 from swath.links import pack
 from swath.memory.weights import named_weights
@@ -130,7 +131,7 @@ def jobs_of(sources: Sequence[Any], policy: Any, options: Options, refreshes: bo
     kwargs = each_of("create_env_kwargs", options.create_env_kwargs, count)
     for name in ("device", "env_device", "policy_device", "storing_device"):
         each_of(name, getattr(options, name), count)
-    init_fn = pack(options.init_fn, "init_fn")
+    init_fn, registered = pack(options.init_fn, "init_fn"), pack_registered()
     parcels: dict[int, bytes] = {}  # the same object is packed once
 
     def packed(thing: Any, name: str) -> bytes:
@@ -144,6 +145,7 @@ def jobs_of(sources: Sequence[Any], policy: Any, options: Options, refreshes: bo
             env_kwargs=packed(kwargs[number], "create_env_kwargs"),
             policy=packed(policies[number], "policy_factory" if makes_policy else "policy"),
             init_fn=init_fn,
+            registered=registered,
             makes_policy=makes_policy,
             num_threads=options.num_threads,
             quiet=swath.filter_warnings_subprocess,

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from swath.envs.make import as_group
+from swath.envs.registry import bring_registered
 from swath.links import Bell, Channel, ProcessPort, unpack
 from swath.links.parcels import pack_error
 from swath.memory import Field, Layout, SharedMemory, Slab, fence
@@ -123,10 +124,11 @@ class Trouble:
 def main(channel: Channel, payload: bytes) -> None:
     """Run a process of a `ParallelEnv`."""
     port = ProcessPort(channel)
-    makers, info_keys, quiet, number, start, spins = unpack(payload)
+    makers, info_keys, quiet, number, start, spins, registered = unpack(payload)
     if quiet:
         warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    bring_registered(registered)
     try:
         group = as_group(makers, None, info_keys)
     except Exception as error:

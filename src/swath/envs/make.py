@@ -14,6 +14,7 @@ from swath.envs.gymnasium import GymGroup
 from swath.envs.info import InfoNames
 from swath.envs.joined import join
 from swath.envs.native import TorchEnv
+from swath.envs.registry import HOW_TO_REGISTER, with_registered
 from swath.envs.torchrl import TorchRLGroup, is_torchrl_env
 from swath.envs.vector import VectorGroup
 from swath.errors import SwathError, UsageError
@@ -69,16 +70,23 @@ def _from_list(
 
 def _made(maker: Any, kwargs: Mapping[str, Any]) -> Any:
     if not callable(maker):
+        _refuse_multi_agent(maker)
         raise UsageError(f"create_env_fn is {maker!r}; expected {_ACCEPTED}.")
     try:
-        made = maker(**kwargs)
+        made = with_registered(lambda: maker(**kwargs))
     except SwathError:
         raise
+    except gym.error.UnregisteredEnv as error:
+        raise UsageError(
+            f"the env maker {maker!r} asks for an env that is not registered: {error} "
+            f"{HOW_TO_REGISTER}"
+        ) from error
     except Exception as error:
         raise UsageError(
             f"the env maker {maker!r} raised {type(error).__name__}: {error}"
         ) from error
     if not (isinstance(made, str) or is_env(made)):
+        _refuse_multi_agent(made)
         raise UsageError(
             f"the env maker {maker!r} returned {type(made).__name__}; expected {_ACCEPTED}."
         )
@@ -88,9 +96,24 @@ def _made(maker: Any, kwargs: Mapping[str, Any]) -> Any:
 def _registered(name: str, kwargs: Mapping[str, Any]) -> gym.Env[Any, Any]:
     # Gymnasium's own checker looks at the first steps only; the collector checks every one.
     try:
-        return gym.make(name, **{"disable_env_checker": True, **kwargs})
+        options = {"disable_env_checker": True, **kwargs}
+        return with_registered(lambda: gym.make(name, **options))
+    except gym.error.UnregisteredEnv as error:
+        hint = f" Or is a package to register it? {HOW_TO_REGISTER}"
+        raise UsageError(f"gymnasium cannot make the env {name!r}: {error}{hint}") from error
     except Exception as error:  # of the many things that the constructor of an env may raise
         raise UsageError(f"gymnasium cannot make the env {name!r}: {error}") from error
+
+
+def _refuse_multi_agent(thing: Any) -> None:
+    """Refuse an env of PettingZoo's, by what all of these have."""
+    agents = getattr(thing, "possible_agents", None)
+    if agents is not None:
+        raise UsageError(
+            f"{type(thing).__name__} is a PettingZoo env with several agents ({agents}); expected "
+            "an env with one observation and one action. Wrap it as "
+            "torchrl.envs.PettingZooWrapper(env)."
+        )
 
 
 def is_env(thing: Any) -> bool:

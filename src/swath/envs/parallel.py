@@ -55,6 +55,7 @@ from swath.envs.hosted import (
 )
 from swath.envs.info import InfoNames
 from swath.envs.joined import check_equal
+from swath.envs.registry import pack_registered
 from swath.errors import UsageError, WorkerError
 from swath.links import Bell, ProcessLink, in_words, pack
 from swath.links.launch import ending, in_worker
@@ -166,10 +167,10 @@ class ParallelGroup(Group):
                 raise
 
     def _start(self, makers: Sequence[Any], info_keys: InfoNames) -> None:
-        quiet = swath.filter_warnings_subprocess
+        quiet, registered = swath.filter_warnings_subprocess, pack_registered()
         for number, (start, stop) in enumerate(self.spans):
             spins = _SPINS if number < self.spinning else 0
-            job = makers[start:stop], info_keys, quiet, number, start, spins
+            job = makers[start:stop], info_keys, quiet, number, start, spins, registered
             self.links.append(ProcessLink(main, pack(job, "create_env_fn")))
         hosted: list[Hosted] = self._answers(range(len(self.links)))
         for number, (host, span) in enumerate(zip(hosted, self.spans, strict=True)):

@@ -28,6 +28,18 @@ from swath.rollout import CallFailed
 __all__ = ["VectorGroup"]
 
 
+def _spaces_of_one(env: Any) -> tuple[Any, Any]:
+    """Return the spaces of one of the envs; refuse vector envs of another kind by name."""
+    try:
+        return env.single_observation_space, env.single_action_space
+    except AttributeError as error:
+        raise UsageError(
+            f"{type(env).__name__} is a VectorEnv without single_observation_space and "
+            "single_action_space, which Gymnasium's have; SuperSuit's is one for "
+            "Stable-Baselines3. Pass envs, or functions that make them, as a list."
+        ) from error
+
+
 class VectorGroup(BatchGroup):
     """The envs of one vector env; see `swath.rollout.env.EnvGroup`."""
 
@@ -35,7 +47,7 @@ class VectorGroup(BatchGroup):
     kept = ("env", "resetting", "_seeds", "_first")
 
     def __init__(self, env: Any, info_keys: InfoNames = ()) -> None:
-        spaces = env.single_observation_space, env.single_action_space
+        spaces = _spaces_of_one(env)
         super().__init__(env, int(env.num_envs), *spaces)
         self.mode = _autoreset_mode(env)
         self.gives_some = comes_from(env.unwrapped, "envpool")

@@ -163,6 +163,7 @@ class Layout:
                     f"two things want the key {key_name(field.key)}. Rename the observation, the "
                     "policy output or the info entry that clashes."
                 )
+            self._refuse_overlap(field.key)
             place = Place(field, offset, steps + field.carried)
             self.places[field.key] = place
             size = place.rows * envs * math.prod(field.shape)
@@ -170,6 +171,17 @@ class Layout:
         self.nbytes = offset
         self.nested = nested_shapes([place.field for place in self.places.values()])
         """The TensorDicts in a batch that have batch dimensions of their own, and which."""
+
+    def _refuse_overlap(self, key: Key) -> None:
+        """Refuse a key that others stand below, or that stands below another."""
+        for other in self.places:
+            short, long = sorted((key, other), key=len)
+            if long[: len(short)] == short:
+                raise UsageError(
+                    f"{key_name(short)} is to hold values, but {key_name(long)} stands below it. "
+                    "Rename the observation, the policy output or the info entry that clashes: "
+                    "'next' and 'collector' are swath's own."
+                )
 
     def array(self, block: np.ndarray, place: Place) -> np.ndarray:
         """Return a field of a block of bytes as a numpy view `[rows, N, *shape]`."""

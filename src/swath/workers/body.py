@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from swath.envs import as_group
+from swath.envs.registry import bring_registered
 from swath.errors import ClosedError
 from swath.links import Channel, ProcessPort, pack, unpack
 from swath.links.parcels import pack_error
@@ -89,6 +90,7 @@ class Worker:
         if job.quiet:
             warnings.simplefilter("ignore")
         torch.set_num_threads(job.num_threads)
+        bring_registered(job.registered)
         init_fn = unpack(job.init_fn)
         if init_fn is not None:
             init_fn()

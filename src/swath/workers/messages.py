@@ -54,6 +54,8 @@ class Job:
     env_kwargs: bytes
     policy: bytes
     init_fn: bytes
+    registered: bytes
+    """Gymnasium ids; see `envs/registry.py`."""
     makes_policy: bool
     """`policy` is a callable that makes it."""
     num_threads: int

@@ -25,6 +25,7 @@ from swath.data.runs import Stream
 from swath.data.storage import Handle
 from swath.delivery.split import split_trajectories
 from swath.delivery.trajectories import TrajectoryAssembler
+from swath.errors import UsageError
 from swath.links import pack, unpack
 from swath.memory import SharedMemory
 
@@ -50,7 +51,15 @@ class Finish:
         """Return what is delivered for a rollout, or for whole trajectories."""
         if self.split_trajs:
             batch = split_trajectories(batch)
-        return batch if self.postproc is None else self.postproc(batch)
+        if self.postproc is None:
+            return batch
+        done = self.postproc(batch)
+        if done is None:
+            raise UsageError(
+                "postproc returned None; expected the batch that is to be delivered. Let it end "
+                "with a return, also where it changes the batch in place."
+            )
+        return done
 
 
 class RolloutStore:
