@@ -57,10 +57,10 @@ class RandomState:
     def __init__(self, seed: int, stream: int = 0, gpu: torch.device | None = None) -> None:
         child = np.random.SeedSequence(seed, spawn_key=(2, stream) if stream else (2,))
         words = child.generate_state(3, np.uint64)
-        self._torch = torch.Generator().manual_seed(int(words[0] >> 1)).get_state()
+        self._torch = torch.Generator().manual_seed(int(words[0]) >> 1).get_state()
         self._gpu = gpu
         if gpu is not None:
-            generator = torch.Generator(gpu).manual_seed(int(words[0] >> 1))
+            generator = torch.Generator(gpu).manual_seed(int(words[0]) >> 1)
             self._cuda = generator.get_state()
         self._numpy = np.random.MT19937(int(words[1]))
         self._normal: dict[str, Any] = {"has_gauss": 0, "gauss": 0.0}  # a normal drawn ahead
