@@ -1,4 +1,4 @@
-"""The README as PyPI shows it: PyPI knows no files beside it, so links and pictures are absolute."""
+"""The README as PyPI shows it: links and pictures are absolute, as no files lie beside it there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Move the fragments in changes/ to CHANGELOG.md, under a version and the date of today.
 
-    python scripts/changelog.py 0.2.0
+python scripts/changelog.py 0.2.0
 """
 
 from __future__ import annotations

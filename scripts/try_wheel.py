@@ -1,6 +1,6 @@
 """Install the wheel of a folder in a bare environment and run the README's snippet there.
 
-    python scripts/try_wheel.py dist [v0.1.0]
+python scripts/try_wheel.py dist [v0.1.0]
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from swath.compat.tensordict import unchecked
 from swath.data.pacing import Pace
 from swath.data.samplers import Sampler
 from swath.data.storage import Ring, Word
@@ -211,12 +212,9 @@ def _nested(
 ) -> TensorDict:
     """Return a batch of values by key.
 
-    They fit by construction and are not checked, nor copied from one dict to another.
+    They fit by construction and are not checked.
     """
-    batch = TensorDict._new_unsafe(None, size, names=None if len(size) == 1 else [None, "time"])
-    source = batch._tensordict
-    if index is not None:
-        source["index"] = index
+    found: dict[str, Any] = {} if index is None else {"index": index}
     for name, part in tree.items():
-        source[name] = _nested(part, values, size) if isinstance(part, dict) else values[part]
-    return batch
+        found[name] = _nested(part, values, size) if isinstance(part, dict) else values[part]
+    return unchecked(found, size, None if len(size) == 1 else [None, "time"])

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
+from swath.compat.torch import validates_distributions
+
 __all__ = ["Recorder", "fingerprint", "refusal"]
 
 Work = Callable[[], None]
@@ -113,7 +115,7 @@ def refusal(work: Work) -> str | None:
 @contextlib.contextmanager
 def unvalidated() -> Iterator[None]:
     """Let distributions not check their parameters, which needs an answer of the device."""
-    validates = Distribution._validate_args
+    validates = validates_distributions()
     Distribution.set_default_validate_args(False)
     try:
         yield

@@ -18,6 +18,7 @@ import torch
 from gymnasium.utils import EzPickle
 from gymnasium.vector import AsyncVectorEnv
 
+from swath.compat.gymnasium import lacks_generator
 from swath.errors import EnvError
 from swath.memory import Field
 from swath.policies import Masks
@@ -128,7 +129,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
             why = f"TorchRL's {kind.__name__} loses the memory it shares with its envs"
         if why is not None:
             raise pickle.PicklingError(why)
-        if isinstance(obj, _DRAWING) and getattr(obj, "_np_random", obj) is None:
+        if isinstance(obj, _DRAWING) and lacks_generator(obj):
             # Gymnasium makes their generators when they are first used: made after the snapshot,
             # those of a resume and of going on would not be the same.
             obj.np_random  # noqa: B018

@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
+from swath.compat.gymnasium import step_limit
 from swath.envs.group import Group, as_declared, as_number, close_all, is_flag, not_a
 from swath.envs.info import InfoNames, info_fields, info_writer, warn_unseen
 from swath.memory import Slab
@@ -99,7 +100,7 @@ def _bare(env: gym.Env[Any, Any]) -> tuple[gym.Env[Any, Any], int | None]:
     limit: int | None = None
     while type(env) in (TimeLimit, OrderEnforcing, PassiveEnvChecker):
         if isinstance(env, TimeLimit):
-            limit = min(limit or env._max_episode_steps, env._max_episode_steps)
+            limit = min(limit or step_limit(env), step_limit(env))
         env = env.env  # type: ignore[attr-defined]
     return env, limit
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swath.compat.torch import compiled_for_cuda
 from swath.errors import EnvError, PolicyError, SwathError, UsageError
 
 __all__ = [
@@ -68,8 +69,9 @@ def counter_uniform(keys: Tensor, counters: Tensor, num: int) -> Tensor:
 
 
 def _uniform(keys: Tensor, counters: Tensor, columns: Tensor) -> Tensor:
-    if keys.is_cuda and not torch.compiler.is_compiling():
-        bits = _mixed_on_gpu()(keys[:, None], counters[:, None], columns)
+    on_gpu = keys.is_cuda and not torch.compiler.is_compiling()
+    if on_gpu and (mixed := _mixed_on_gpu()) is not None:
+        bits = mixed(keys[:, None], counters[:, None], columns)
         return torch.mul(bits, 2.0**-24, out=torch.empty_like(bits, dtype=torch.float32))
     place = (counters * _COUNTER_FACTOR)[:, None] + columns * _COLUMN_FACTOR
     # Exclusive or, not a sum: in a sum, two keys could be one stream shifted by some counters.
@@ -81,7 +83,7 @@ def _uniform(keys: Tensor, counters: Tensor, columns: Tensor) -> Tensor:
 
 
 @functools.cache
-def _mixed_on_gpu() -> Callable[..., Tensor]:
+def _mixed_on_gpu() -> Callable[..., Tensor] | None:
     """Return all of it up to the last shift as one kernel: of 20, they would be half of a step."""
     source = f"""
     template <typename T> T mixed(T key, T counter, T column) {{
@@ -92,7 +94,7 @@ def _mixed_on_gpu() -> Callable[..., Tensor]:
         bits = (bits ^ (bits >> 27)) * {_MIX_SECOND}LL;
         return (T)(bits >> 40);
     }}"""
-    return torch.cuda.jiterator._create_jit_fn(source)
+    return compiled_for_cuda(source)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:

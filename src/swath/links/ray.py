@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+from swath.compat.ray import actor_id
 from swath.links.bell import Bell
 from swath.links.calls import DIED, Calls, when_done, words
 from swath.links.cluster import needed
@@ -64,7 +65,7 @@ class RayLink:
         door: Door,
     ) -> None:
         self._actor, self._where, self._on_close = actor, where, on_close
-        self.name = f"actor {actor._actor_id.hex()[:8]}, not placed"
+        self.name = f"actor {actor_id(actor)[:8]}, not placed"
         self.pid: int | None = None
         self.host: str | None = None
         self.attached: set[int] = set()
@@ -88,7 +89,7 @@ class RayLink:
         with self._lock:
             if error is None and not self._closed:
                 self.pid, self.host, node, knocked = about
-                actor = self._actor._actor_id.hex()[:8]
+                actor = actor_id(self._actor)[:8]
                 self.name = f"actor {actor} on {self.host} ({node}), process {self.pid}"
                 talk = (self._let_in() if knocked else None) or Calls(self._actor, self._bell)
                 with contextlib.suppress(EOFError):

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed.rpc as _rpc
 
+from swath.compat.torch import has_rpc_agent, restart_rpc_names
 from swath.errors import UsageError
 from swath.links.channel import Channel
 from swath.links.remote import Bulk
@@ -85,7 +86,7 @@ class RpcMedium:
         devices: Sequence[Any],
         options: Mapping[str, Any] | None,
     ) -> None:
-        if rpc.api._is_current_rpc_agent_set():
+        if has_rpc_agent():
             raise UsageError(
                 "this process uses torch.distributed.rpc already, and can do so once at a time: "
                 "shut the other collector (or rpc) down first, or give backend='gloo'."
@@ -223,7 +224,7 @@ def _join(ticket: RpcTicket, name: str, own_host: str) -> None:
         options = rpc.TensorPipeRpcBackendOptions(**given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"tensorpipe_options are not accepted: {error}") from error
-    rpc._init_counter = 0  # a prefix for the keys in the store; all have to have the same one
+    restart_rpc_names()  # keys in the store begin with a count, which all must have in common
     before = os.environ.get(_INTERFACE)
     interface = _interface_of(own_host)
     if before is None and interface is not None:

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as _dist
 
+from swath.compat.torch import gloo_options
 from swath.errors import UsageError
 from swath.helpers import Helper
 from swath.links.channel import Channel
@@ -130,9 +131,7 @@ class TorchBulk:
         check_descriptors()
         self._peer = 1 - rank
         self._store = dist.PrefixStore(ticket.name, store)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=ticket.patience)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+        options = gloo_options(ticket.patience, own_host)
         self._group: Any = dist.ProcessGroupGloo(self._store, rank, 2, options)
         self._sent, self._received = count(), count()
         self._receipts: deque[Any] = deque(maxlen=4)

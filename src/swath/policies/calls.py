@@ -23,12 +23,12 @@ import torch
 from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictSequential,
 )
 from tensordict.nn.probabilistic import interaction_type as current_interaction_type
 
+from swath.compat.tensordict import draw, is_plain_choice, is_plain_module, plain_parts
 from swath.policies.shortcuts import is_altered, shortened
 from swath.tree import Key
 
@@ -109,47 +109,19 @@ def _calls(module: Any) -> Iterator[Call]:
     if not isinstance(module, torch.nn.Module) or is_altered(module):
         raise _Unsure
     if isinstance(module, TensorDictSequential):
-        for part in _parts(module):
+        parts = plain_parts(module)
+        if parts is None:
+            raise _Unsure
+        for part in parts:
             yield from _calls(part)
     elif isinstance(module, TensorDictModule):
-        yield _inner_call(module)
+        if not is_plain_module(module):
+            raise _Unsure
+        yield Call(module.module, as_keys(module.in_keys), as_keys(module.out_keys_source))
     elif isinstance(module, ProbabilisticTensorDictModule):
         yield _choice(module)
     else:
         raise _Unsure
-
-
-def _require(plain: bool, module: Any, known: type, *methods: str) -> None:
-    """Be unsure of a module that is not plain, or that overrides methods of a known class."""
-    kind = type(module)
-    if not plain or any(getattr(kind, name) is not getattr(known, name) for name in methods):
-        raise _Unsure
-
-
-def _parts(module: Any) -> list[Any]:
-    plain = not module._select_before_return and module.inplace in (None, True)
-    parts = list(module._module_iter())
-    known: type = TensorDictSequential
-    if isinstance(module, ProbabilisticTensorDictSequential):
-        known = ProbabilisticTensorDictSequential
-        plain = plain and module._requires_sample  # else an earlier part has made the sample
-        if not module.return_composite:
-            parts = [module.det_part, parts[-1]]
-    _require(plain, module, known, "forward", "_run_module")
-    return parts
-
-
-def _inner_call(module: Any) -> Call:
-    plain = (
-        module._kwargs is None
-        and not module.method_kwargs
-        and module.method is None
-        and not module._get_kwargs
-        and module.inplace is True
-    )
-    methods = ("forward", "_call_module", "_write_to_tensordict")
-    _require(plain, module, TensorDictModule, *methods)
-    return Call(module.module, as_keys(module.in_keys), as_keys(module.out_keys_source))
 
 
 def _choice(module: Any) -> Call:
@@ -159,14 +131,10 @@ def _choice(module: Any) -> Call:
         torchrl: Any = sys.modules.get("torchrl.modules.tensordict_module.probabilistic")
         joint = getattr(torchrl, "sample_and_log_prob", None)
         safe = getattr(torchrl, "SafeProbabilisticModule", known)
-        _require(joint is not None, module, safe, "forward")
-    plain = (
-        module.num_samples is None
-        and getattr(module, "_generator", None) is None
-        and getattr(module, "_generator_key", None) is None
-        and len(module.dist_sample_keys) == 1
-    )
-    _require(plain, module, known, "get_dist", "_dist_sample")
+        if joint is None or type(module).forward is not safe.forward:
+            raise _Unsure
+    if not is_plain_choice(module):
+        raise _Unsure
     names = tuple(key[-1] for key in as_keys(module.dist_keys))
     writes = [module.dist_sample_keys[0], *[module.log_prob_key] * bool(module.return_log_prob)]
     inner = _Choice(module, names, len(writes) == 2, joint)
@@ -192,5 +160,5 @@ class _Choice:
         how = current_interaction_type() or module.default_interaction_type
         if self.joint is not None and self.rated and how is InteractionType.RANDOM:
             return self.joint(dist, torch.Size(), reparameterize=dist.has_rsample)
-        choice = module._dist_sample(dist, interaction_type=how)
+        choice = draw(module, dist, how)
         return (choice, dist.log_prob(choice)) if self.rated else choice

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from swath.compat.torch import is_hooked, named_layers, named_parameters_of
+
 __all__ = ["installed", "is_altered", "shortened"]
 
 Call = Callable[[Any], Any]
@@ -36,12 +38,8 @@ _IN_PLACE: dict[Call, Call] = {
 
 def is_altered(module: nn.Module) -> bool:
     """Tell whether calling a module is more than calling the `forward` of its class."""
-    library: Any = torch.nn.modules.module
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or library._has_any_global_hook()
-        or module._compiled_call_impl
+        is_hooked(module)
         or "forward" in vars(module)
         or type(module).__call__ is not nn.Module.__call__
     )
@@ -65,7 +63,7 @@ def installed(roots: Iterable[nn.Module]) -> Iterator[None]:
     try:
         for module in (module for root in roots for module in root.modules()):
             if not _is_stock(module):
-                for name, child in module._modules.items():
+                for name, child in named_layers(module).items():
                     if child is not None and _is_stock(child) and not is_altered(child):
                         shortcut = Shortcut(child)
                         if vars(module).setdefault(name, shortcut) is shortcut:
@@ -131,14 +129,14 @@ def _calls(module: nn.Module) -> Iterator[Call]:
         yield module
     elif kind is nn.Sequential:
         fresh = False  # whether nobody else has what the layer before gives
-        for child in module._modules.values():  # children() leaves out a layer's second use
+        for child in named_layers(module).values():  # children() leaves out a layer's second use
             assert child is not None
             for call in _calls(child):
                 yield _IN_PLACE.get(call, call) if fresh else call
                 fresh = False
             fresh = type(child) is nn.Linear and not is_altered(child)
     elif kind is nn.Linear:
-        yield _linear(module._parameters)
+        yield _linear(named_parameters_of(module))
     elif kind is nn.ReLU and not module.inplace:
         yield torch.relu
     else:
