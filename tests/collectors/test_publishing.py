@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from types import SimpleNamespace
 
 import multi_kit as kit
 import pytest
+import torch
 
 from swath.collectors import Collector
 from swath.errors import UsageError
@@ -83,3 +85,50 @@ def test_what_is_published_while_another_thread_directs_is_not_lost():
     other.join()
     weights.direct()
     assert weights._current[0][0].version == 1
+
+
+def train(policy):
+    with torch.no_grad():
+        policy.weight.add_(1)
+
+
+@pytest.mark.parametrize("kind", list(kit.KINDS))
+def test_a_policy_that_is_trained_and_never_published_is_warned_of_once(kind):
+    policy = kit.Telling()
+    with kit.KINDS[kind]([kit.wide] * 2, policy, frames_per_batch=20) as collector:
+        train(policy)  # nobody has acted yet
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                collector.next()
+        train(policy)
+        with pytest.warns(UserWarning, match=r"never published.*update_policy_weights_") as caught:
+            assert (collector.next()["action"] == 0).all()
+        assert [one.filename for one in caught] == [__file__]
+        train(policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            next(iter(collector))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("options", "publishes"), [({}, True), ({"update_at_each_batch": True}, False)]
+)
+def test_who_publishes_is_not_warned(options, publishes):
+    policy = kit.Telling()
+    with kit.sync([kit.wide] * 2, policy, frames_per_batch=20, **options) as collector:
+        for _ in range(3):
+            collector.next()
+            train(policy)
+            if publishes:
+                collector.update_policy_weights_()
+
+
+@pytest.mark.filterwarnings("error")
+def test_nor_is_who_trains_the_policy_that_acts():
+    policy = kit.Telling()
+    with Collector(kit.wide, policy, frames_per_batch=20) as collector:
+        for value in range(3):
+            assert (collector.next()["action"] == value).all()
+            train(policy)

@@ -339,3 +339,42 @@ def test_memory_order_does_not_change_what_a_policy_computes(order):
 def test_a_factory_makes_the_policy():
     made = collect(None, policy_factory=Argmax)
     assert_equal(made, collect(Argmax()))
+
+
+PLACE = spaces.Dict(
+    {"here": BOX, "inner": spaces.Dict({"a": BOX, "b": spaces.Box(-1, 1, (2,))}), "there": TORQUE}
+)
+
+
+@both
+def test_several_arguments_that_are_named_after_entries_get_these(num_envs):
+    class Net(nn.Module):
+        def forward(self, there, inner, here=None, scale=1.0):
+            assert set(inner) == {"a", "b"}
+            value = there[..., 0] + inner["b"].sum(-1)
+            return discrete(here), value
+
+    data = collect(Net(), make_envs(num_envs, observation_space=PLACE))
+    assert torch.equal(data["action"], discrete(data["here"]))
+    expected = data["there"][..., 0] + data["inner", "b"].sum(-1)
+    torch.testing.assert_close(data["log_prob"], expected)
+
+
+def test_one_argument_is_the_whole_observation_whatever_it_is_called():
+    def policy(here):
+        return discrete(here["here"])
+
+    data = collect(policy, make_envs(3, observation_space=PLACE))
+    assert torch.equal(data["action"], discrete(data["here"]))
+
+
+def test_more_than_three_values_are_numbered_as_torchrl_does():
+    def policy(observation):
+        rows = observation.sum(-1)
+        return discrete(observation), rows, rows + 1, rows + 2
+
+    data = collect(policy, make_envs(3))
+    for number in range(1, 4):
+        expected = data["observation"].sum(-1) + number - 1
+        torch.testing.assert_close(data[f"output{number}"], expected)
+    assert "log_prob" not in data.keys()

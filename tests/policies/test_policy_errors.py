@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +22,11 @@ from policy_kit import (
     make_envs,
 )
 from tensordict import TensorDict
+from tensordict.nn import InteractionType
 from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictSequential as Seq
+from tensordict.nn.probabilistic import interaction_type
+from torch import nn
 
 from swath.errors import PolicyError, SwathError, UsageError
 
@@ -67,7 +71,12 @@ def with_extra(name: Any, value: Any) -> Callable[[Any], Any]:
         (lambda x: zeros(3)(x), 3, PAIR, r"gives no \('action', 'a'\); it gave \[\]"),
         (lambda x: zeros(2, 3)(x), 2, spaces.Tuple([TORQUE] * 2), r"gives no \('action', '0'\)"),
         (lambda x: None, None, None, r"'action' is None, of type NoneType; numbers are needed"),
-        (lambda x: (1, 2, 3, 4), None, None, r"a tuple of 4 values; .*action, log_prob, value"),
+        (
+            lambda x: collections.namedtuple("Out", "value action")(1, 1),
+            None,
+            None,
+            r"a Out of 2 values whose first value is 'value'; it must be the action",
+        ),
         (Mod(Argmax(), ["observation"], ["act"]), 3, None, r"gives no 'action'; it gave .*'act'"),
     ],
 )
@@ -291,3 +300,75 @@ def test_a_module_that_writes_nothing_new_gives_no_action():
 
     with pytest.raises(PolicyError, match=r"gives no 'action'; it gave \[\]"):
         make_collector(Empty())
+
+
+class Rowwise(nn.Module):
+    """Flattens and has a row of parameters, as written for a batch."""
+
+    def __init__(self, outputs: int = 1) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(12, outputs))
+        self.log_std = nn.Parameter(torch.zeros(1, outputs))
+
+    def forward(self, observation):
+        return self.head(observation) + self.log_std
+
+
+@pytest.mark.parametrize(
+    ("policy", "space"),
+    [(Rowwise(), spaces.Box(-1, 1, (4, 3))), (nn.Unflatten(0, (1, 1)), spaces.Box(-1, 1, (1,)))],
+)
+def test_a_policy_that_wants_a_batch_dimension_is_told_how_to_get_one(policy, space):
+    lone = make_envs(None, TORQUE, observation_space=space)
+    message = r"lone env has no batch dimension.*: pass the env in a list, \[env\]"
+    with pytest.raises(PolicyError, match=message):
+        make_collector(policy, lone)
+    if isinstance(policy, Rowwise):
+        with make_collector(policy, [lone]) as collector:
+            assert collector.next()["action"].shape == (1, 7, 1)
+
+
+def test_a_policy_that_fails_with_a_batch_dimension_too_is_told_nothing_of_it():
+    with pytest.raises(PolicyError) as caught:
+        make_collector(nn.Linear(7, 2), make_envs(None))
+    assert "batch dimension" not in str(caught.value)
+
+
+class Drawing(nn.Module):
+    """Draws its actions by itself, unless it is told to be asked."""
+
+    def __init__(self, asks: bool = False, draws: bool = True) -> None:
+        super().__init__()
+        self.asks, self.draws = asks, draws
+
+    def forward(self, observation):
+        asked = interaction_type() if self.asks else InteractionType.RANDOM
+        if asked is InteractionType.DETERMINISTIC or not self.draws:
+            return discrete(observation)
+        return torch.randint(2, observation.shape[:-1])
+
+
+DETERMINISTIC = {"exploration_type": "deterministic"}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_policy_that_draws_whatever_is_asked_of_it_is_told_so(wrapped):
+    policy = Mod(Drawing(), ["observation"], ["action"]) if wrapped else Drawing()
+    with pytest.warns(UserWarning, match=r"exploration_type='deterministic' has no effect"):
+        data = collect(policy, make_envs(3), **DETERMINISTIC)
+    assert_equal(data, collect(policy, make_envs(3)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (Drawing(), {}),
+        (Drawing(), {"exploration_type": "random"}),
+        (Drawing(asks=True), DETERMINISTIC),
+        (Drawing(draws=False), DETERMINISTIC),
+    ],
+)
+def test_others_are_not(policy, options):
+    with make_collector(policy, make_envs(3), **options) as collector:
+        collector.next()

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from swath.collectors.background import Background, Pause
+from swath.collectors.learner import Learner
 from swath.collectors.options import Options
 from swath.collectors.setup import (
     FORMAT,
@@ -76,6 +77,7 @@ class BaseCollector(abc.ABC):
         self._background: Background | None = None
         self._feeder = uuid.uuid4().hex  # its name among those who fill the replay buffer
         self._shield, self._owner = Shield(), Owner(type(self).__name__)
+        self._learner: Learner | None = None
         self._raw: Any = None  # what was collected, counted, and not finished yet
         self._made: tuple[Any] | None = None  # what was finished and not delivered yet
 
@@ -160,6 +162,8 @@ class BaseCollector(abc.ABC):
         """Make the next batch, if there is one; Ctrl-C finds it in one place or the other."""
         if self._publishes_now():
             self.update_policy_weights_()
+        if self.policy_version == 0:
+            self._check_learner()
         if self._raw is None:
             collect = self._rollout if self._assembler is None else self._whole_trajectories
             self._raw = collect()
@@ -187,6 +191,18 @@ class BaseCollector(abc.ABC):
             self._made, self._raw, self._batches = (None,), None, self._batches + 1
 
         self._output.write(batch, count)
+        return None
+
+    def _check_learner(self) -> None:
+        """Warn if what is trained is never published to those who act."""
+        if self._in_background() or self.options.publishes_every or self._publishes_every():
+            return  # it will be, in its own time
+        if self._learner is None:
+            self._learner = Learner(self._copied_module())
+        self._learner.check_published(stacklevel=5)
+
+    def _copied_module(self) -> torch.nn.Module | None:
+        """Return the weights of which others have copies; None if there are none."""
         return None
 
     def _publishes_now(self) -> bool:

@@ -220,6 +220,9 @@ class MultiCollector(CrewedCollector):
     def _module(self) -> torch.nn.Module | None:
         return policy_module(self._policy)
 
+    def _copied_module(self) -> torch.nn.Module | None:
+        return self._module()
+
     # -- the rest -------------------------------------------------------------------------------
 
     @between_batches

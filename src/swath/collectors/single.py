@@ -206,6 +206,9 @@ class Collector(BaseCollector):
     def _module(self) -> torch.nn.Module | None:
         return policy_module(self._policy)
 
+    def _copied_module(self) -> torch.nn.Module | None:
+        return None if self._own_policy is None else self._module()
+
     def _stats(self) -> dict[str, Any]:
         runner = self._runner
         return {

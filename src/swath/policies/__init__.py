@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn.probabilistic import interaction_type
 
 from swath.errors import PolicyError, SwathError, UsageError
 from swath.memory.weights import copy_weights
@@ -133,6 +136,7 @@ def probe(
             f"the policy raised {type(error).__name__}: {error}. It was called with {shapes}; "
             f"see the cause above.{adapter.advice(error, rows)}"
         ) from error
+    _check_exploration(adapter, trial, rows)
     if not isinstance(getattr(policy, "__self__", policy), torch.nn.Module):
         return  # a function has no copy to try faster ways on
     try:
@@ -140,6 +144,26 @@ def probe(
     except Exception:  # whatever a user's object does when it is copied
         return
     adapter.takes_shortcuts = compile_with is None and _takes_shortcuts(twin, trial, rows)
+
+
+def _check_exploration(
+    adapter: TorchPolicy, trial: Trial, rows: Mapping[Key, torch.Tensor]
+) -> None:
+    """Warn of a policy that goes on drawing random actions though it was not to explore."""
+    asked = interaction_type()
+    if asked in (None, InteractionType.RANDOM) or not trial.draws or adapter.compile_with:
+        return
+    with set_interaction_type(InteractionType.RANDOM):
+        same = adapter.repeats(trial, adapter.calls, rows)
+    adapter.carried.clear()
+    if same:
+        warnings.warn(
+            f"exploration_type={asked.name.lower()!r} has no effect: the policy draws random "
+            "numbers by itself, whatever is asked of it. Let it choose by a "
+            "ProbabilisticTensorDictModule, or look at tensordict.nn.probabilistic's "
+            "interaction_type().",
+            stacklevel=2,
+        )
 
 
 def _takes_shortcuts(twin: TorchPolicy, trial: Trial, rows: Mapping[Key, torch.Tensor]) -> bool:

@@ -61,6 +61,11 @@ class Interface:
         return self.leaves[1] if self.leaves else action_leaves(self.action_space)
 
     @property
+    def by_name(self) -> bool:
+        """Whether a policy of one argument gets the entry of that name, as with TorchRL's envs."""
+        return any(leaf.exact for leaf in self.actions)
+
+    @property
     def batch_shape(self) -> tuple[int, ...]:
         """The leading dimensions that a policy sees."""
         if self.lead is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -57,14 +58,21 @@ class CallablePolicy(TorchPolicy):
     def __init__(self, interface: Interface, policy: Callable[..., Any]) -> None:
         super().__init__(interface, policy)
         self.inputs = [leaf.key for leaf in interface.observations]
-        space, initial = interface.observation_space, _initial_state(policy)
+        space: Any = interface.observation_space
+        initial = _initial_state(policy)
         self._recurrent = initial is not None
         if self._recurrent:
             places = _paths(initial, _STATE, ()).items()
             self.states = [State(key, fetch(initial, path).detach()) for key, path in places]
             self.inputs += [state.key for state in self.states]
-        if _is_nested(space) or _is_nested(initial):
-            self.arguments = _nester((space, initial)[: 1 + self._recurrent], itertools.count())
+        parts = (space, initial)[: 1 + self._recurrent]
+        names = None if self._recurrent else _named_entries(policy, space, interface.by_name)
+        if names is not None:
+            seen = interface.observations
+            self.inputs = [leaf.key for name in names for leaf in seen if leaf.path[0] == name]
+            parts = tuple(space[name] for name in names)
+        if any(map(_is_nested, parts)):
+            self.arguments = _nester(parts, itertools.count())
 
     def advice(self, error: Exception, rows: Mapping[Key, torch.Tensor]) -> str:
         advice = super().advice(error, rows)
@@ -113,11 +121,12 @@ class CallablePolicy(TorchPolicy):
         if len(answer) == 2 and _is_mapping(answer[1]):
             return {"action": (0,), **{str(name): (1, name) for name in answer[1].keys()}}
         names = list(getattr(answer, "_fields", ("action", *_EXTRA_NAMES)))
-        if len(answer) > len(names) or names[0] != "action":
+        if len(answer) > len(names):  # as TorchRL calls them
+            names = ["action", *(f"output{i}" for i in range(1, len(answer)))]
+        if names[0] != "action":
             raise PolicyError(
-                f"the policy returned {_described(answer)}; swath names the values of a tuple "
-                f"action, {', '.join(_EXTRA_NAMES)}. Return a dict with an 'action' to name them "
-                "yourself."
+                f"the policy returned {_described(answer)} whose first value is {names[0]!r}; it "
+                "must be the action. Return a dict with an 'action' to name the others yourself."
             )
         return {name: (i,) for i, name in enumerate(names[: len(answer)])}
 
@@ -127,6 +136,26 @@ class CallablePolicy(TorchPolicy):
         if not isinstance(space, spaces.Tuple):
             return False
         return isinstance(space[0], spaces.Tuple) or not isinstance(answer[0], tuple)
+
+
+def _named_entries(policy: Any, space: Any, by_name: bool) -> list[str] | None:
+    """Return the entries of an observation that a policy's arguments are named after.
+
+    None if they are not, or if its one argument may as well be the whole observation.
+    """
+    if not isinstance(space, spaces.Dict):
+        return None
+    try:
+        called = policy.forward if isinstance(policy, torch.nn.Module) else policy
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # some things of C have no signature
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one.name for one in parameters if one.default is one.empty]
+    if len(needed) < (1 if by_name else 2) or any(name not in space.keys() for name in needed):
+        return None
+    named = itertools.takewhile(lambda one: one.kind in positional, parameters)
+    return [one.name for one in itertools.takewhile(lambda one: one.name in space.keys(), named)]
 
 
 def _is_mapping(value: Any) -> bool:

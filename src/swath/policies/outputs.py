@@ -199,7 +199,7 @@ class Form:
         space = None if self.leaf is None else self.leaf.space
         if isinstance(space, spaces.Discrete) and given == (*self.shape, int(space.n)):
             return " It looks like logits or a one-hot vector: return its argmax(-1)."
-        if given == (1, *self.shape):
+        if not self.leads and given == (1, *self.shape):
             return LONE_ENV
         if given == (*self.shape, 1):
             return " Drop the last dimension with squeeze(-1)."

@@ -40,6 +40,8 @@ class Trial:
     """It still refers to what it was given, or has changed it."""
     random_state: bytes
     """Where the global random generators stood afterwards."""
+    draws: bool
+    """It has drawn random numbers."""
 
 
 def attempt(
@@ -48,6 +50,7 @@ def attempt(
     """Make a call with copies of the rows, and put the modules and all generators back."""
     gpu = next((row.device for row in rows if row.is_cuda), None)
     random_state = RandomState.from_global(gpu)
+    before = _as_bytes(random_state)
     with random_state.installed(), unchanged_buffers(modules):
         inputs = [row.clone() for row in rows]
         # A storage, as Python sees it, lives as long as any tensor that views it.
@@ -58,9 +61,14 @@ def attempt(
     if any(watch() is not None for watch in watches):
         gc.collect()  # what is left in a reference cycle is not kept
     kept = any(watch() is not None for watch in watches)
+    after = _as_bytes(random_state)
+    return Trial(values, kept or any(changed), after, after != before)
+
+
+def _as_bytes(random_state: RandomState) -> bytes:
     state = random_state.state_dict()
     state = {name: to_array(s) if isinstance(s, torch.Tensor) else s for name, s in state.items()}
-    return Trial(values, kept or any(changed), pickle.dumps(state))
+    return pickle.dumps(state)
 
 
 def repeats(

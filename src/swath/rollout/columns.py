@@ -64,6 +64,7 @@ def env_fields(
         fields.append(Field(following(state.key), shape, dtype))
     if policy.needs_is_init:
         fields.append(Field(keys.IS_INIT, (1,), torch.bool, carried=True))
+        fields.append(Field(following(keys.IS_INIT), (1,), torch.bool))
     fields += [Field(key, (1,), torch.bool, carried=True) for key in ROOT_FLAGS]
     fields += [Field(key, (1,), torch.bool) for key in _NEXT_FLAGS]
     fields += outcome.fields()
@@ -83,7 +84,7 @@ def own_fields(*, random: bool, worker: bool) -> list[Field]:
 
 def clear(slab: Slab) -> None:
     """Forget the flags of the last rollout: whoever writes next writes only what is True."""
-    for key in (*ROOT_FLAGS, *_NEXT_FLAGS, keys.IS_INIT, keys.RANDOM):
+    for key in (*ROOT_FLAGS, *_NEXT_FLAGS, keys.IS_INIT, following(keys.IS_INIT), keys.RANDOM):
         if key in slab.arrays:
             slab.arrays[key].fill(False)
     if keys.MASK in slab.arrays:
