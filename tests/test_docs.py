@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import os
 import re
 from dataclasses import fields
@@ -145,6 +147,40 @@ def test_the_table_of_options_has_all_of_them_with_their_text_and_collectors():
         assert text.endswith("."), f"{field.name} has no sentence"
     page = site.on_page_markdown((DOCS / "reference" / "options.md").read_text())
     assert re.search(r"\n\| `frames_per_batch` \| .+ \| required \| all \|\n", page)
+
+
+def _referenced():
+    """Each entry of the reference, with the programs of its page."""
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        codes = " ".join(code for _, code in BLOCK.findall(page.read_text()))
+        for part in re.split(r"^::: ", page.read_text(), flags=re.MULTILINE)[1:]:
+            yield pytest.param(part, codes, id=part.split()[0])
+
+
+@pytest.mark.parametrize(("part", "codes"), list(_referenced()))
+def test_everything_in_the_reference_exists_and_has_an_example(part, codes):
+    module, _, name = part.split()[0].rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    members = re.search(r"members: \[(.*)\]", part)
+    for member in filter(None, members[1].split(", ") if members else []):
+        assert inspect.getdoc(getattr(found, member)), f"{name}.{member} has no text"
+    if module != "swath.errors":
+        assert "Example" in inspect.getdoc(found) or f"{name}(" in codes
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    for module, others in {
+        "swath": {"__version__", "filter_warnings_subprocess"},
+        "swath.collectors": {"Options", "MultiCollector", "RandomPolicy"},
+        "swath.collectors.distributed": {"DEFAULT_SLURM_CONF", "DEFAULT_SLURM_CONF_MAIN"},
+        "swath.collectors.utils": set(),
+        "swath.data": {"Sampler"},
+        "swath.testing": set(),
+        "swath.errors": {"nearest"},
+    }.items():
+        for name in set(importlib.import_module(module).__all__) - others:
+            assert re.search(rf"\b{name}\b", text), f"{module}.{name}"
 
 
 def test_examples_with_prompts_are_shown_as_such():
