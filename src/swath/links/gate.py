@@ -37,7 +37,7 @@ from swath.links.channel import Channel
 from swath.links.handshake import BUSY, SIZE, Hello, admission, proof
 from swath.links.limits import in_words
 
-__all__ = ["Arrival", "Gate", "dial", "guess_host", "new_secret"]
+__all__ = ["Arrival", "Gate", "Note", "dial", "guess_host", "new_secret"]
 
 _log = logging.getLogger("swath")
 _MOST = 64
@@ -59,6 +59,14 @@ class Arrival:
     own_host: str
 
 
+@dataclass(frozen=True)
+class Note:
+    """What a worker hears that has come in and is not wanted, or not yet."""
+
+    text: str
+    refused: bool
+
+
 class Gate:
     """Listens until it is closed.
 
@@ -68,9 +76,14 @@ class Gate:
         secret: What workers must know.
         patience: Seconds that a newcomer has for all of its handshake, and after which a
             connection that does not answer is given up.
+        workers: How many there are, numbered from 0; None if nobody knows.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, patience: float) -> None:
+    def __init__(
+        self, host: str, port: int, secret: bytes, patience: float, workers: int | None = None
+    ) -> None:
+        self._workers = workers
+        self._fetched: set[int] = set()
         self._secret, self._patience = secret, patience
         try:
             with in_words(f"cannot listen on {host} port {port}"):
@@ -191,6 +204,15 @@ class Gate:
             strangers[0].put_off()
 
     def _enter(self, arrival: Arrival) -> None:
+        note = self._note_for(arrival.hello.number)
+        if note is not None:
+            _log.warning(
+                "worker %d came from %s: %s", arrival.hello.number, arrival.hello.host, note.text
+            )
+            arrival.channel.send(note)
+            if note.refused:
+                arrival.channel.close()
+                return
         with self._change:
             earlier = self._came.pop(arrival.hello.number, None)
             if self._closed:
@@ -200,6 +222,18 @@ class Gate:
             self._change.notify_all()
         if earlier is not None:
             earlier.channel.close()
+
+    def _note_for(self, number: int) -> Note | None:
+        """Return what is to be said to a worker with this number, if it is not waited for."""
+        count = self._workers
+        if count is not None and not 0 <= number < count:
+            last = "its only number is 0" if count == 1 else f"they are 0 to {count - 1}"
+            return Note(f"there is no worker {number}: {last}.", refused=True)
+        with self._change:
+            if number in self._fetched:
+                text = f"there is a worker {number} already; this one waits until that one is lost."
+                return Note(text, refused=False)
+        return None
 
     # -- your process ---------------------------------------------------------------------------
 
@@ -212,11 +246,13 @@ class Gate:
             check: Called now and then; raises if waiting makes no sense any more.
         """
         with self._change:
+            self._fetched.discard(number)
             while number not in self._came:
                 check()
                 if self._closed or monotonic() >= until:
                     return None
                 self._change.wait(min(0.2, max(0.0, until - monotonic())))
+            self._fetched.add(number)
             return self._came.pop(number)
 
     def close(self) -> None:
@@ -282,14 +318,21 @@ class _Newcomer:
 
 
 def dial(
-    host: str, port: int, secret: bytes, number: int, patience: float, is_open: bool = False
+    host: str,
+    port: int,
+    secret: bytes,
+    number: int,
+    patience: float,
+    is_open: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Channel, str]:
     """Go through a gate; return the channel, and the address that this host is seen under.
 
     A gate that is not there yet, or has no room now, is tried again for `patience` seconds. One
-    that was open when its address was told, and refuses, is closed again.
+    that was open when its address was told, and refuses, is closed again. `tell` hears once why
+    the first time failed.
     """
-    until = monotonic() + patience
+    until, tells = monotonic() + patience, True
     while True:
         try:
             end = socket.create_connection((host, port), max(_RETRY, until - monotonic()))
@@ -312,6 +355,9 @@ def dial(
                 why, cause = f"{host} port {port} has not let us in: {error}", error
         if monotonic() >= until:
             raise ConnectionError(why) from cause
+        if tells:
+            tell(f"{why}. Trying again for {patience:g} s.")
+            tells = False
         sleep(_RETRY)
 
 

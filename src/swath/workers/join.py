@@ -16,7 +16,10 @@ from typing import Any
 
 from swath.preload import preload
 
-__all__ = ["add_to_path", "node"]
+__all__ = ["LINK_TIMEOUT", "add_to_path", "node"]
+
+LINK_TIMEOUT = 60.0
+"""Seconds, unless the collector has others; see the option `link_timeout`."""
 
 
 def node(payloads: Sequence[bytes], path: Sequence[str]) -> None:
@@ -46,7 +49,9 @@ def _by_hand() -> None:
     parser = argparse.ArgumentParser("python -m swath.workers.join", description="Be a worker.")
     parser.add_argument("address", metavar="HOST:PORT", help="of the collector")
     parser.add_argument("number", type=int, help="which worker to be, from 0")
-    parser.add_argument("--link-timeout", type=float, default=60.0, help="as the collector has it")
+    parser.add_argument(
+        "--link-timeout", type=float, default=LINK_TIMEOUT, help="as the collector has it"
+    )
     given = parser.parse_args()
     host, _, port = given.address.rpartition(":")
     secret = os.environ.get("SWATH_SECRET", "").encode()
@@ -56,9 +61,15 @@ def _by_hand() -> None:
     from swath.workers.remote import Invitation, join
 
     try:
-        join(Invitation(host.strip("[]"), int(port), secret, given.link_timeout), given.number)
+        where = Invitation(host.strip("[]"), int(port), secret, given.link_timeout)
+        if not join(where, given.number, tell=_tell):
+            sys.exit(1)
     except (OSError, RuntimeError) as error:
         sys.exit(str(error))
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"swath: {text}\n")
 
 
 if __name__ == "__main__":

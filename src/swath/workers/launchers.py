@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 from swath.errors import UsageError, WorkerError, nearest
@@ -11,6 +12,7 @@ from swath.links import Launched, launch, pack
 from swath.links.launch import ending
 from swath.shield import Shield
 from swath.workers.delayed import Request
+from swath.workers.join import LINK_TIMEOUT
 from swath.workers.remote import Invitation, Launcher, Started, main
 from swath.workers.submitit import Executor, NodeLauncher
 from swath.workers.worlds import World, WorldLauncher
@@ -18,6 +20,8 @@ from swath.workers.worlds import World, WorldLauncher
 __all__ = ["LocalLauncher", "Waiting", "launcher_for"]
 
 _log = logging.getLogger("swath")
+_TELL_EVERY = 30.0
+"""Seconds between two lines of the log about a worker that is waited for."""
 LAUNCHERS = ("mp", "submitit", "submitit_delayed", "wait")
 
 
@@ -83,21 +87,40 @@ class _Process:
 class Waiting:
     """Starts nothing: workers come by themselves, by `python -m swath.workers.join`."""
 
-    process = None
-
     def start(
         self, invitation: Invitation, numbers: Sequence[int], shield: Shield | None = None
     ) -> Mapping[int, Started]:
-        """Say where to come."""
-        address = f"{invitation.host}:{invitation.port}"
-        _log.warning("waiting for workers: python -m swath.workers.join %s %s", address, numbers)
-        return dict.fromkeys(numbers, self)
-
-    def check(self) -> None:
-        """Nothing: a worker may always come."""
-
-    def cancel(self) -> None:
-        """Nothing: it ends with its connection."""
+        """Say what to run for each."""
+        awaited = {number: _Awaited(invitation, number) for number in numbers}
+        commands = "\n".join(f"  {one.command}" for one in awaited.values())
+        _log.warning("waiting for workers; run on their machines:\n%s", commands)
+        return awaited
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+class _Awaited:
+    """A worker that somebody is to start."""
+
+    process = None
+
+    def __init__(self, invitation: Invitation, number: int) -> None:
+        host = f"[{invitation.host}]" if ":" in invitation.host else invitation.host
+        patience = invitation.patience
+        # The value of the secret belongs in no log.
+        self.command = (
+            "SWATH_SECRET=$SWATH_SECRET python -m swath.workers.join "
+            f"{host}:{invitation.port} {number}"
+            + (f" --link-timeout {patience:g}" if patience != LINK_TIMEOUT else "")
+        )
+        self._next_line = monotonic() + _TELL_EVERY
+
+    def check(self) -> None:
+        """Say now and then that it has not come; it may always come."""
+        if monotonic() >= self._next_line:
+            self._next_line = monotonic() + _TELL_EVERY
+            _log.warning("still waiting for a worker:\n  %s", self.command)
+
+    def cancel(self) -> None:
+        """Nothing: it ends with its connection."""

@@ -25,7 +25,7 @@ import torch
 
 from swath.errors import ClosedError, WorkerError
 from swath.links import Channel, Launched, Link, end_all, unpack
-from swath.links.gate import Arrival, Gate, dial
+from swath.links.gate import Arrival, Gate, Note, dial
 from swath.links.remote import Bulk, RemoteLink, RemotePort
 from swath.memory import HeapMemory, Layout, Slab
 from swath.memory.weights import WeightSpec
@@ -70,21 +70,43 @@ class _Welcome:
     ticket: Any
 
 
-def join(invitation: Invitation, number: int, is_open: bool = False) -> None:
-    """Be a worker until your process ends it, or is gone; `is_open` as of `dial`."""
-    where = invitation
-    channel, own_host = dial(where.host, where.port, where.secret, number, where.patience, is_open)
+def join(
+    invitation: Invitation,
+    number: int,
+    is_open: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+) -> bool:
+    """Be a worker until your process ends it, or is gone; return False if it did not want it.
+
+    Args:
+        invitation: Where to.
+        number: Which worker to be.
+        is_open: As of `dial`.
+        tell: Hears in words how the coming in goes.
+    """
+    where, name = invitation, f"{invitation.host} port {invitation.port}"
+    channel, own_host = dial(
+        where.host, where.port, where.secret, number, where.patience, is_open, tell
+    )
     try:
-        welcome, _ = channel.receive()
+        while isinstance(welcome := channel.receive()[0], Note):
+            tell(f"{name}: {welcome.text}")
+            if welcome.refused:
+                channel.close()
+                return False
+        tell(f"{name}: worker {number} is in.")
         port = RemotePort(channel, welcome.ticket.connect(own_host))
-    except EOFError:  # it does not want us
-        return
+    except EOFError:
+        channel.close()
+        tell(f"{name} has ended, or has taken another worker {number}.")
+        return False
     try:
         serve(port, welcome.job)
     except EOFError:
         pass
     finally:
         port.close()
+    return True
 
 
 def main(channel: Channel, payload: bytes) -> None:

@@ -91,7 +91,7 @@ class DistributedCollector(PairedCollector):
         launcher = launcher_for(
             options.launcher, options.slurm_kwargs, world, options.num_workers_per_collector
         )
-        gate = Gate(host, options.tcp_port, secret, options.link_timeout)
+        gate = Gate(host, options.tcp_port, secret, options.link_timeout, count)
         try:
             medium = medium_for(
                 options.backend,
