@@ -49,7 +49,7 @@ def plain_parts(module: TensorDictSequential) -> list[Any] | None:
             known = ProbabilisticTensorDictSequential
             plain = plain and whole._requires_sample  # else an earlier part has made the sample
             if not whole.return_composite:
-                parts = [whole.det_part, parts[-1]]
+                parts = [whole._det_part, parts[-1]]  # the public name is deprecated since 0.15
     except AttributeError:
         return None
     return parts if plain and _is_own(module, known, "forward", "_run_module") else None
