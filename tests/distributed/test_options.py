@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 
 import multi_kit as kit
 import pytest
@@ -16,6 +17,7 @@ from swath.collectors.distributed import (
     DistributedSyncCollector,
     DistributedSyncDataCollector,
 )
+from swath.data import ReplayBuffer
 from swath.errors import UsageError
 from swath.testing import CountingEnv, check_transitions
 
@@ -102,6 +104,66 @@ def test_weights_are_published_every_so_many_batches(name):
     ) as collector:
         for version, batch in zip(range(4), collector, strict=False):
             assert (batch["collector", "policy_version"] == version).all()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("extra", "interval"),
+    [
+        ({}, 1),
+        ({"update_interval": 1, "max_weight_update_interval": -1}, 1),
+        ({"max_weight_update_interval": 0}, 1),
+        ({"update_interval": 2}, 2),
+        ({"collector_kwargs": {"update_interval": 2}}, 2),
+        ({"update_interval": -1}, 100),
+    ],
+)
+def test_a_distributed_sync_collector_publishes_by_itself(extra, interval):
+    policy = kit.Telling()
+    with DistributedSyncCollector([kit.wide] * 2, policy, **OPTIONS, **extra) as collector:
+        for number, batch in zip(range(4), collector, strict=False):
+            version = number // interval
+            assert (batch["collector", "policy_version"] == version).all()
+            assert (batch["action"] == version * interval).all()  # of the batch before it
+            policy.become(number + 1)
+
+
+@pytest.mark.cluster
+def test_a_distributed_sync_collector_publishes_only_what_is_here_to_publish():
+    options = {**OPTIONS, "policy_factory": kit.Telling}
+    with DistributedSyncCollector([kit.wide] * 2, **options) as collector:
+        for _, batch in zip(range(3), collector, strict=False):
+            assert (batch["collector", "policy_version"] == 0).all()
+    buffer = ReplayBuffer(400, storage="shared", batch_size=4)
+    options = {**OPTIONS, "replay_buffer": buffer, "total_frames": 200}
+    with DistributedSyncCollector([kit.wide] * 2, kit.Telling(), **options) as collector:
+        collector.start()  # where the optimizer may be in the middle of a step
+        while collector.is_running():
+            time.sleep(0.01)
+        assert collector.policy_version == 0
+
+
+@pytest.mark.cluster
+def test_a_port_comes_as_text_and_from_the_environment(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with DistributedCollector([CountingEnv], tcp_port=str(port), **OPTIONS) as collector:
+        assert collector._crew.place._gate.port == port
+    monkeypatch.setenv("TCP_PORT", str(port))
+    with DistributedCollector([CountingEnv], **OPTIONS) as collector:
+        assert collector._crew.place._gate.port == port
+    monkeypatch.setenv("TCP_PORT", "tcp://10.0.0.1:80")
+    with pytest.raises(UsageError, match=r"TCP_PORT must be an int of at least 0 .*got 'tcp://"):
+        DistributedCollector([CountingEnv], **OPTIONS)
+
+
+@pytest.mark.cluster
+def test_values_of_torchrl_among_the_options_for_nodes():
+    inner = {"max_frames_per_traj": -1, "init_random_frames": -1, "use_buffers": True}
+    with DistributedCollector(
+        [CountingEnv] * 2, collector_kwargs=inner, tcp_port=None, **OPTIONS
+    ) as collector:
+        assert check_transitions(collector.next()) == 40
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,12 @@ def test_one_at_a_time_and_one_after_the_other():
     assert "TP_SOCKET_IFNAME" not in os.environ
 
 
+def test_another_backend_changes_nothing():
+    with RPCCollector([CountingEnv], frames_per_batch=10, backend="gloo") as collector:
+        assert rpc.api._is_current_rpc_agent_set()
+        assert collector.next().numel() == 10
+
+
 def test_what_rpc_cannot_do_is_refused_at_construction():
     for words, options in {
         "nobody can come back": {"on_worker_failure": "restart"},

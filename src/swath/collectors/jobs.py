@@ -56,14 +56,15 @@ def node_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _workers_of_a_node(options: Mapping[str, Any]) -> Any:
     """Return `num_workers_per_collector`, unchecked but for what goes with `collector_class`."""
-    given = options.get("collector_class", "single")
+    said = {name: value for name, value in options.items() if value is not None}
+    given = said.get("collector_class", "single")
     name = getattr(given, "__name__", given)
     kind = _CLASSES.get(name, name) if isinstance(name, str) else None
     if kind not in _NODES:
         raise UsageError(
             f"collector_class must be one of {', '.join(_NODES)} or a collector; got {given!r}."
         )
-    workers = options.get("num_workers_per_collector", 1)
+    workers = said.get("num_workers_per_collector", 1)
     if kind == "single" and isinstance(workers, int) and workers > 1:
         raise UsageError(
             "num_workers_per_collector needs collector_class='sync' or 'async': a node with "

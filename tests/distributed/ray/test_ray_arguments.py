@@ -110,7 +110,6 @@ def test_options_of_actors(value, words):
         ({"collector_class": RayCollector}, "collector_class must be one of single, "),
         ({"num_workers_per_collector": 0}, "per_collector must be an int of at least 1; got 0"),
         ({**NODES, "num_workers_per_collector": 2.5}, "per_collector must be an int.*got 2.5"),
-        ({**NODES, "num_workers_per_collector": None}, "per_collector must be an int.*got None"),
         ({"collector_kwargs": {"num_workers_per_collector": 2}}, "needs collector_class='sync'"),
         ({"create_env_fn": 5}, "the envs are 5; workers make their own"),
         ({"create_env_fn": []}, "the list of env makers is empty"),
