@@ -35,7 +35,7 @@ class SwathError(Exception):
 
 
 class UsageError(SwathError, ValueError):
-    """The caller broke a rule: a wrong argument, or a call that makes no sense here."""
+    """A wrong argument, or a call that makes no sense here; the message says what to do."""
 
 
 class ClosedError(UsageError):
@@ -68,15 +68,15 @@ class _LocatedError(SwathError, RuntimeError):
 
 
 class EnvError(_LocatedError):
-    """An env raised, or returned what it had not declared; the original is the cause."""
+    """An env raised, or returned something that it had not declared; see `__cause__`."""
 
 
 class PolicyError(_LocatedError):
-    """A policy raised, or returned what the env cannot use; the original is the cause."""
+    """A policy raised, or returned something that the env cannot use; see `__cause__`."""
 
 
 class WorkerError(_LocatedError):
-    """A worker ended without a word (killed, crashed), or gave no answer in time."""
+    """A worker was killed, crashed, or did not answer in time."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

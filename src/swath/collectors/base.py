@@ -116,10 +116,10 @@ class BaseCollector(abc.ABC):
         return None if answer is None else answer[0]
 
     def rollout(self) -> TensorDict | None:
-        """Return one rollout as it is: not split, not processed, but counted.
+        """Return one rollout as it was collected: neither split nor processed, but counted.
 
-        With `trajs_per_batch`, trajectories of which it has frames are not delivered as whole ones;
-        `partial()` gives the rest of them.
+        With `trajs_per_batch`, trajectories that it has frames of are not delivered as whole ones;
+        `partial()` returns the rest of them.
         """
         self._check_open()
         with self._shield, self.pause(), self._owner.turn("rollout()", outermost=True):
@@ -318,7 +318,7 @@ class BaseCollector(abc.ABC):
     def start(self) -> None:
         """Collect into the replay buffer in the background, until `total_frames` or the end.
 
-        What fails there is raised by the next call, and by the buffer's if it is one of swath's.
+        A failure there is raised by the next call of the collector, or of a buffer of swath.
         """
         self._check_open()
         buffer = self.options.replay_buffer
@@ -369,18 +369,18 @@ class BaseCollector(abc.ABC):
         """Prepare for a pause, in the background's thread."""
 
     def is_running(self) -> bool:
-        """Tell whether frames are collected in the background, or would be but for a pause."""
+        """Return True while the background thread runs, also while it is paused."""
         return self._background is not None and self._background.runs
 
     def _in_background(self) -> bool:
         return self._background is not None and self._background.is_own
 
     def pause(self) -> Pause:
-        """Rest after the batch that is being made; go on at the end of a `with`, or by `resume()`.
+        """Pause after the batch that is being made, until the end of a `with` block or `resume()`.
 
         That batch is written even if `samples_per_insert` would hold it back.
 
-        Nothing, if nothing is collected in the background.
+        Does nothing unless frames are collected in the background.
         """
         if self._background is None or not self.is_running() or self._in_background():
             return Pause(None)
@@ -395,13 +395,13 @@ class BaseCollector(abc.ABC):
         return pause
 
     def resume(self) -> None:
-        """End a pause."""
+        """End all pauses."""
         self._check_open()
         if self._background is not None:
             self._background.resume()
 
     def async_shutdown(self, timeout: float = 5.0) -> None:
-        """End the collection in the background, and everything else; see `shutdown`."""
+        """Stop collecting in the background and shut down; the same as `shutdown`."""
         self.shutdown(timeout)
 
     # -- weights --------------------------------------------------------------------------------
@@ -420,8 +420,8 @@ class BaseCollector(abc.ABC):
     def partial(self) -> TensorDictBase | None:
         """Return frames that were collected but not delivered, once; None if there are none.
 
-        After an exception these are the whole steps of the broken rollout; with `trajs_per_batch`
-        the trajectories that were waiting come first.
+        After an exception these are the complete steps of the rollout that failed; with
+        `trajs_per_batch` the trajectories that were waiting come first.
         """
         self._check_process()
         with self._shield, self.pause(), self._owner.turn("partial()", outermost=True):
@@ -449,10 +449,10 @@ class BaseCollector(abc.ABC):
         """Return the whole steps of a rollout that failed, once."""
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """End the collection and close the envs; calling it again is nothing.
+        """Stop collecting and close the envs; calling it again has no effect.
 
         Args:
-            timeout: Seconds after which what has not ended by itself is ended or left alone.
+            timeout: Seconds to wait; workers that have not ended by then are killed.
         """
         with self._shield:  # calling it again would not end what Ctrl-C had left
             if self._closed:
@@ -514,7 +514,8 @@ class BaseCollector(abc.ABC):
     def stats(self) -> dict[str, Any]:
         """Return counts, speed, where the time goes, episode statistics and what was lost.
 
-        All of it is plain numbers, texts, lists and dicts; the guide has a table of the keys.
+        All values are plain numbers, texts, lists and dicts. The page "Statistics" of the reference
+        describes the keys.
         """
         options, total = self.options, self.options.total_frames
         stats = {
@@ -539,9 +540,10 @@ class BaseCollector(abc.ABC):
     def take_episodes(self) -> dict[str, list[Any]]:
         """Return the episodes that ended since the last call: `"return"` and `"length"` of each.
 
-        They come in the order in which they ended, those of several workers as these tell of them.
-        The newest 10,000 are kept until somebody asks for them. A return is the sum of the rewards
-        as they are in the batch: where an env scales them (`NormalizeReward`), of scaled ones.
+        They are in the order in which they ended, those of several workers in the order in which
+        the workers reported them. The newest 10,000 are kept until this is called. A return is the
+        sum of the rewards in the batch, which are scaled if an env scales them
+        (`NormalizeReward`).
 
         Examples:
             >>> from swath.collectors import Collector
@@ -621,8 +623,8 @@ class BaseCollector(abc.ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, bit for bit where the envs could be pickled.
 
-        All that was collected and not delivered is replaced by that of the state. A state of
-        another set-up (envs, keys, policy, workers, whole trajectories or not) is refused before
+        Everything that was collected and not delivered is replaced by what the state has. A state
+        of another set-up (envs, keys, policy, workers, whole trajectories or not) is refused before
         anything is changed or unpickled. Load only states that you trust: their envs are pickled.
         """
         self._check_open()

@@ -108,7 +108,7 @@ class CrewedCollector(BaseCollector):
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are, those that are being started included."""
+        """Number of workers, including those that are being started."""
         return len(self._numbers)
 
     def _start(self) -> None:

@@ -166,13 +166,13 @@ class MultiCollector(CrewedCollector):
     ) -> int:
         """Publish weights to the workers and return their version.
 
-        The weights are copied once, into memory that all workers see; your tensors are only read.
+        The weights are copied once, into memory that all workers share; your tensors are only read.
 
         Args:
-            policy_or_weights: A module, a state dict or a TensorDict of parameters; the policy
-                that the collector was made with by default.
-            worker_ids: Only these workers; all by default.
-            wait: Return when each of them has taken the weights.
+            policy_or_weights: A module, a state dict or a TensorDict of parameters; by default
+                the policy that the collector was made with.
+            worker_ids: Publish to these workers only; to all by default.
+            wait: Return only when each of them has taken the weights.
         """
         self._check_open()
         source = self._module() if policy_or_weights is None else policy_or_weights
@@ -312,10 +312,11 @@ class MultiCollector(CrewedCollector):
     def map_fn(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function in each worker, between two rollouts, and return what it returned.
 
-        A worker that dies meanwhile and is started again is asked once more.
+        If a worker dies meanwhile and is restarted, the function is called in it once more.
 
         Args:
-            function: Of one argument, which has `worker` (a number), `envs` (a list) and `policy`.
+            function: Is called with one argument, which has the attributes `worker` (a number),
+                `envs` (a list) and `policy`.
         """
         self._check_open()
         message = Call(pack(function, "function"))
@@ -323,7 +324,7 @@ class MultiCollector(CrewedCollector):
         return [unpack(answers[number].value) for number in self._numbers]
 
     def get_distant_attr(self, path: str) -> list[Any]:
-        """Return an attribute in each worker, such as `"policy.weight"`; see `map_fn`."""
+        """Return an attribute of each worker, such as `"policy.weight"`; see `map_fn`."""
         return self.map_fn(operator.attrgetter(path))
 
     def _source_state(self) -> Any:

@@ -41,12 +41,12 @@ class _Order:
 
 
 class MultiAsyncCollector(MultiCollector):
-    """Collect with several processes; each batch is a rollout of one of them, first come first.
+    """Collect with several processes; each batch is a rollout of the one that is done first.
 
-    Workers go on while you train. New weights are taken between any two steps, so one batch may
-    hold several versions: `("collector", "policy_version")` says which frame is of which, and
-    `("collector", "worker")` who collected it. Nothing is dropped: a worker that is two rollouts
-    ahead waits.
+    Workers go on collecting while you train. They take new weights between any two steps, so one
+    batch may hold frames of several versions: `("collector", "policy_version")` has the version of
+    each frame, and `("collector", "worker")` the worker that collected it. Nothing is dropped: a
+    worker that is two rollouts ahead waits.
 
     Args:
         create_env_fn: An id or a callable that makes an env, for all workers, or a list of such
@@ -222,7 +222,7 @@ class MultiAsyncCollector(MultiCollector):
 
 
 class AsyncCollector(MultiAsyncCollector):
-    """Collect with one process beside yours, which goes on while you train.
+    """Collect with one worker process, which goes on collecting while you train.
 
     Args:
         create_env_fn: What `Collector` takes, except env objects: the worker makes its own.

@@ -96,7 +96,7 @@ class Collector(BaseCollector):
         return policy
 
     def describe(self) -> str:
-        """Return the device plan: what lives where, what is copied when, how many bytes.
+        """Return the device plan: what is where, what is copied when, how many bytes.
 
         Examples:
             >>> from swath.envs import SerialEnv
@@ -157,7 +157,7 @@ class Collector(BaseCollector):
 
     @between_batches
     def reset(self) -> None:
-        """Start new episodes with the next batch; open ones are cut where they stand."""
+        """Start new episodes with the next batch; unfinished ones are cut where they are."""
         self._check_open()
         self._runner.reset()
         if self._assembler is not None:
@@ -182,8 +182,8 @@ class Collector(BaseCollector):
 
         Args:
             policy_or_weights: A module, a state dict or a TensorDict of parameters to copy into
-                the policy. None when learner and policy are one object: then only the version
-                counts up.
+                the policy. None if learner and policy are one object: then only the version
+                is increased.
         """
         self._check_open()
         if self._own_policy is not None:

@@ -57,14 +57,15 @@ __all__ = [
 class DatasetWriter:
     """Write batches to a directory that `load_dataset` reads; use it in a `with` block.
 
-    Frames stand batch after batch, within a batch env by env, and in order of time for each env.
+    Frames are stored batch after batch, within a batch env by env, and in order of time for each
+    env.
     Rows that `("collector", "mask")` excludes are left out, and so is the mask. Leaving the block
-    closes the writer, after an exception too: the frames written until then are kept.
+    closes the writer, also after an exception: the frames written so far are kept.
 
     Args:
-        directory: Where to; must not exist or be empty.
-        checksum: Note a checksum of each file, so that `verify=True` finds bytes that were changed.
-        **about: What to note in `DIR/swath.json`, such as `env_id="CartPole-v1"`.
+        directory: A directory that does not exist or is empty.
+        checksum: Store a checksum of each file, so that `verify=True` finds changed bytes.
+        **about: Values to store in `DIR/swath.json`, such as `env_id="CartPole-v1"`.
 
     Examples:
         >>> from tempfile import TemporaryDirectory
@@ -88,7 +89,7 @@ class DatasetWriter:
 
     @property
     def load_call(self) -> str:
-        """The Python that loads the dataset."""
+        """Python code that loads the dataset."""
         return f"swath.data.load_dataset({str(self.directory)!r})"
 
     def write(self, batch: TensorDictBase) -> None:
@@ -120,7 +121,7 @@ class DatasetWriter:
             self._checksums.add(content)
 
     def close(self) -> None:
-        """Finish the dataset and give it its name; calling it again is nothing."""
+        """Finish the dataset and give it its name; calling it again has no effect."""
         if self._closed:
             return
         if not self.frames:
@@ -139,7 +140,7 @@ class DatasetWriter:
         partial.rename(self.directory)
 
     def discard(self) -> None:
-        """Throw away what was written, unless it is closed already."""
+        """Delete what was written, unless the writer is closed already."""
         if not self._closed:
             self._closed = True
             shutil.rmtree(partial_of(self.directory))
@@ -194,14 +195,14 @@ def partial_of(directory: Path) -> Path:
 def load_dataset(directory: str | Path, *, verify: bool = False) -> TensorDict:
     """Return a dataset as one memory-mapped TensorDict with batch size `[frames]`.
 
-    Nothing is read until it is used. Writing into its tensors changes the files; clone first.
-    Of a `ReplayBuffer` on disk these are the frames that it holds, the oldest first; once its ring
-    has come round, they are a copy. Nothing is unpickled, and files that are missing, or not of
+    Data is read when it is used. Writing into the tensors changes the files; clone first. For a
+    `ReplayBuffer` on disk it returns the frames in the buffer, the oldest first; once the buffer
+    has wrapped around, they are a copy. Nothing is unpickled, and files that are missing, or not of
     the size that they were written with, are a `DamagedFileError`.
 
     Args:
         directory: Where it is.
-        verify: Read all of it and compare it with the checksums that it was written with.
+        verify: Read all files and compare them with the stored checksums.
     """
     data, rows = opened(described(directory, verify))
     return data[: len(rows)] if isinstance(rows, range) else data[torch.from_numpy(rows)]

@@ -43,15 +43,16 @@ _REMINDERS = r"`\w+` is set to None|env_spec is None"
 
 
 class MinariWriter(DatasetWriter):
-    """Take batches as `DatasetWriter` does, and make a Minari dataset of them when closed.
+    """Write batches as `DatasetWriter` does, and make a Minari dataset of them when closed.
 
-    Stored are observations, actions, rewards and flags. An episode that was still running when
-    the collection stopped ends truncated. If Minari fails, the frames stay as a swath dataset.
+    A Minari dataset has observations, actions, rewards and flags. An episode that was still
+    running when the collection stopped is marked truncated. If Minari fails, the frames are kept
+    as a swath dataset.
 
     Args:
-        directory: Where to; must not exist or be empty.
-        env: The env that the data is of, for its spaces and its spec.
-        policy: The name of the policy, noted as `algorithm_name`.
+        directory: A directory that does not exist or is empty.
+        env: The env that made the data, for its spaces and its spec.
+        policy: The name of the policy, stored as `algorithm_name`.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class MinariWriter(DatasetWriter):
 
 
 def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[TensorDict]:
-    """Yield the episodes of a Minari dataset, each a batch `[T]` as a collector would give it.
+    """Yield the episodes of a Minari dataset, each as a batch `[T]` like those of a collector.
 
     Extend a `ReplayBuffer` with them, or write them to a `DatasetWriter`. Rewards are float32; a
     trajectory's id is the episode's. Nobody knows which policy acted, so there is no version.

@@ -120,18 +120,18 @@ class Keeper:
 class RayReplayBuffer:
     """A `ReplayBuffer` that lives in a Ray actor of its own.
 
-    Give it to a `RayCollector`, and the actors write into it without passing through your process.
-    It can be sent to other actors and tasks, which may write and sample, too. `sample` waits until
-    there are frames; when all collectors that were started with it have ended, too few of them are
-    an error, as in a `ReplayBuffer`.
+    The actors of a `RayCollector` write to it directly, so that frames do not pass through your
+    process. You may send it to other actors and tasks, which can write and sample too. `sample`
+    waits until there are frames. When all collectors that were started with it have ended, missing
+    frames are an error, as in a `ReplayBuffer`.
 
     Args:
         capacity: How many frames it holds.
-        remote_config: Options of the actor, such as `num_cpus` (0 by default: it leaves the CPUs
-            to collectors), `memory`, `resources`.
-        launch_timeout: Seconds for the actor to find a place and to begin; None waits for ever.
-        address: Of the cluster; as for `RayCollector`.
-        ray_init_config: Further arguments of `ray.init`.
+        remote_config: Ray options of the actor, such as `num_cpus` (0 by default, which leaves the
+            CPUs to collectors), `memory`, `resources`.
+        launch_timeout: Seconds for Ray to schedule and start the actor; None waits for ever.
+        address: Address of the cluster, as for `RayCollector`.
+        ray_init_config: More arguments of `ray.init`.
         **options: Those of `ReplayBuffer`, except devices: batches come to your CPU.
 
     Example:
@@ -257,7 +257,7 @@ class RayReplayBuffer:
         """Write the frames of a batch; returns when they are there.
 
         Args:
-            batch: Of frames.
+            batch: The frames.
             writer: Who made them; as of `ReplayBuffer`, and that of another process is another.
         """
         names = Stream.names(f"{self._name} {writer}")

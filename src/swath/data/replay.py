@@ -62,23 +62,23 @@ class ReplayBuffer:
     """Keep the newest frames and draw batches of them, from any thread and any process.
 
     Args:
-        capacity: How many frames it holds; the oldest make room.
+        capacity: Largest number of frames; new frames replace the oldest.
         storage: `"memory"`, `"shared"` (other processes may attach), `"memmap"` (files in
             `directory`, which may be larger than memory and are opened again as they were left), or
             a CUDA device such as `"cuda:0"`.
-        directory: Of the files of `"memmap"`.
+        directory: Directory of the files of `"memmap"`.
         sampler: `"uniform"`, `"prioritized"` or a `Sampler`.
-        batch_size: Frames of a batch, where `sample` is not told.
-        prefetch: How many batches threads draw ahead; needs `batch_size`.
-        transform: Called with each batch; what it returns is the batch.
-        device: Where batches go.
-        pin_memory: Pin batches, so that copies to a GPU need not be waited for.
+        batch_size: Frames in a batch, unless `sample` is called with another number.
+        prefetch: Number of batches that threads draw in advance; needs `batch_size`.
+        transform: Called with each batch; `sample` returns what it returns.
+        device: Device that batches are copied to.
+        pin_memory: Copy batches to pinned memory, so that copies to a GPU are asynchronous.
         min_size: Frames that must have been written before the first sample.
-        samples_per_insert: How often a frame is drawn on average. Where it is given, `sample` waits
-            for frames and `extend` for samples.
-        tolerance: By how many samples the ratio may be missed, apart from one batch of each side.
-        timeout: Seconds after which a wait is an error; None waits as long as it takes.
-        seed: Of the draws.
+        samples_per_insert: How often each frame is drawn on average. If given, `sample` waits for
+            frames and `extend` for samples.
+        tolerance: Number of samples by which either side may be ahead, apart from one batch.
+        timeout: Raise an error after waiting for this many seconds; None waits without a limit.
+        seed: Seed of the draws.
 
     Examples:
         >>> from swath.collectors import Collector
@@ -182,9 +182,10 @@ class ReplayBuffer:
         written or, if this raises, none; but Ctrl-C may come when they are written, see `writes`.
 
         Args:
-            batch: Of frames.
-            writer: Who made them, where you write what several collectors made, whose trajectories
-                have the same ids: a trajectory goes on after frames of the same writer only.
+            batch: The frames.
+            writer: Name of the collector that made them, if you write batches of several
+                collectors, whose trajectories have the same ids. A trajectory only continues after
+                frames of the same writer.
         """
         self.extend_after(batch, *Stream.names(writer))
 
@@ -192,7 +193,7 @@ class ReplayBuffer:
         """Write a batch whose trajectories go on where those of another end.
 
         Args:
-            batch: Of frames.
+            batch: The frames.
             after: The name of that batch.
             name: Its own; see `runs.py`.
         """
@@ -251,7 +252,7 @@ class ReplayBuffer:
         self.extend(as_frame(frame).unsqueeze(0))
 
     def prepare(self, batch: TensorDictBase) -> None:
-        """Make the memory for frames like those of a batch, and write none."""
+        """Allocate memory for frames like those of a batch, without writing them."""
         values, lead, _ = frames_of(batch)
         if self._ring is None:
             self._allocate(values, len(lead))
@@ -414,11 +415,11 @@ class ReplayBuffer:
                 yield self._draws.finish(batch)
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """Give frames new priorities; those that were overwritten since are left out.
+        """Set the priorities of frames; frames that have been overwritten since are ignored.
 
         Args:
             index: The `"index"` of batches.
-            priority: As many, or one for all; the absolute TD errors, for example.
+            priority: One for each frame, or one for all; for example the absolute TD errors.
         """
         self._check()
         if self._ring is not None:
@@ -461,17 +462,18 @@ class ReplayBuffer:
         return f"{type(self).__name__}({', '.join([*parts, *['closed=True'] * self._closed])})"
 
     def empty(self) -> None:
-        """Forget all frames; what is being written meanwhile too."""
+        """Remove all frames, including those that are being written."""
         self._check()
         self._stop_prefetch()
         if self._ring is not None:
             self._ring.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Return counts, their ratio, and by how many versions the sampled frames lagged.
+        """Return counts, their ratio, and the lag of the sampled frames in versions.
 
-        Frames and samples are those of all processes, the lag is that of the samples drawn here:
-        the newest version that was published, or is in the buffer, minus the version that acted.
+        Frames and samples are counted over all processes. The lag is that of samples drawn in this
+        process: the newest version that was published or is in the buffer, minus the version that
+        acted.
         """
         written, drawn = (
             0 if self._ring is None else self._ring.words[word]
@@ -488,12 +490,12 @@ class ReplayBuffer:
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all frames and all that the next draws depend on; plain tensors and numbers."""
+        """Return all frames and all that the next draws depend on, as tensors and numbers."""
         self._check()
         return saving.state_of(self._ring, self._draws, self._streams, self.capacity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; nobody may write meanwhile."""
+        """Continue where `state_dict` was taken; no other process or thread may write meanwhile."""
         self._check()
         saving.check_state(state, self.capacity, self.sampler)
         self._stop_prefetch()
@@ -509,13 +511,14 @@ class ReplayBuffer:
         self._draws.news = object()
 
     def save(self, directory: str | Path, *, checksum: bool = False) -> None:
-        """Write all to a directory, in place of what was saved there; `load_dataset` reads it too.
+        """Save everything to a directory and replace what was saved there before.
 
-        A crash meanwhile leaves the one before whole. Writers wait until it is done.
+        `load_dataset` reads it too. If it crashes, the previous save stays complete. Writers wait
+        until it is done.
 
         Args:
             directory: Where to.
-            checksum: Note a checksum of each file, for `verify=True`.
+            checksum: Store a checksum of each file, for `verify=True`.
         """
         self._check()
         if self._ring is None or not len(self):
@@ -526,7 +529,7 @@ class ReplayBuffer:
         """Continue where `save` was called; nothing is unpickled.
 
         Args:
-            directory: Of the saved buffer.
+            directory: Directory of the saved buffer.
             verify: Compare all files with their checksums first.
         """
         frames, state = saving.load(directory, verify)
@@ -540,7 +543,7 @@ class ReplayBuffer:
         return self._ring is not None
 
     def handle(self) -> tuple[Handle, SharedMemory]:
-        """Return what another process needs for `attached`; the memory travels beside a message."""
+        """Return a handle and the memory that another process passes to `attached`."""
         self._check()
         ring = self._ring
         if ring is None or ring.memory is None:
@@ -552,7 +555,7 @@ class ReplayBuffer:
 
     @classmethod
     def attached(cls, handle: Handle, memory: SharedMemory, **options: Any) -> ReplayBuffer:
-        """Return the buffer of another process, to write or to sample; options as of the class."""
+        """Attach to the buffer of another process, to write or sample; takes the same options."""
         for name in ("capacity", "storage", "directory"):
             options.pop(name, None)
         buffer = cls(handle.capacity, storage="shared", **{**handle.pace, **options})
@@ -577,7 +580,7 @@ class ReplayBuffer:
             self.fed = False
 
     def fail(self, error: BaseException | None) -> None:
-        """Let all waiting and all later calls raise an error, in all processes; None ends that."""
+        """Make waiting and later calls raise this error, in all processes; None ends that."""
         self._error, self._trace = error, getattr(error, "__traceback__", None)
         if self._ring is not None:
             parcel = b"" if error is None else pack_error(error)
@@ -586,7 +589,7 @@ class ReplayBuffer:
             self._ring.tell(OPEN if error is None else FAILED, parcel)
 
     def close(self) -> None:
-        """End the threads and all waiting, here and in attached processes; again is nothing."""
+        """End the threads and all waits, here and in attached processes."""
         if self._closed:
             return
         self._closed = True

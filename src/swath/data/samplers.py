@@ -123,11 +123,11 @@ def _enough(
 
 
 class UniformSampler(Sampler):
-    """Every frame is as likely as any other.
+    """Draw all frames with equal probability.
 
     Args:
-        replacement: If False, frames come in random order, and none again before all have come;
-            those written meanwhile come in the next round.
+        replacement: If False, every frame is drawn once, in random order, before any is drawn
+            again; frames written meanwhile are drawn in the next round.
     """
 
     def __init__(self, replacement: bool = True) -> None:
@@ -193,15 +193,15 @@ class UniformSampler(Sampler):
 
 
 class SliceSampler(Sampler):
-    """Runs of consecutive frames of one trajectory, in the order of time.
+    """Draw runs of consecutive frames of one trajectory, in the order of time.
 
     A batch has batch size `[slices, frames of each]` and its last dimension is called `time`, as a
     collector's has. Frames of an env count as consecutive across the batches of
     one writer. A slice is chosen by its last frame, all of which are equally likely.
 
     Args:
-        num_slices: How many; each is `batch_size / num_slices` long.
-        slice_len: How long each is; there are `batch_size / slice_len`.
+        num_slices: Number of slices; each has `batch_size / num_slices` frames.
+        slice_len: Frames in each slice; a batch has `batch_size / slice_len` slices.
     """
 
     runs = True
@@ -265,16 +265,16 @@ class SliceSampler(Sampler):
 
 
 class PrioritizedSampler(Sampler):
-    """Frames with a higher priority come more often (Schaul et al., 2016).
+    """Draw frames with a higher priority more often (Schaul et al., 2016).
 
     A frame of priority p is drawn in proportion to `(p + eps) ** alpha`; a new one has the highest
     priority so far. Batches have `"priority_weight"`: `probability ** -beta` divided by its largest
     in the batch. The attribute `beta` may be changed at any time.
 
     Args:
-        alpha: 0 draws all frames alike.
-        beta: 1 makes up for the priorities in full, 0 not at all.
-        eps: Added to priorities.
+        alpha: Exponent of the priorities; 0 draws all frames with equal probability.
+        beta: Exponent of the importance weights; 1 corrects for the priorities in full, 0 not.
+        eps: Is added to all priorities.
     """
 
     def __init__(self, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-8) -> None:

@@ -17,7 +17,7 @@ __all__ = ["describe"]
 
 
 def describe(directory: str | Path) -> dict[str, Any]:
-    """Return what is in a dataset, or in the directory of a `ReplayBuffer`.
+    """Describe a dataset, or the directory of a `ReplayBuffer`, as a dict.
 
     Returns:
         `"frames"`, `"capacity"` (None unless a buffer's), `"bytes"`, `"keys"` (dtype and shape by

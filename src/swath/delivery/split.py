@@ -47,7 +47,7 @@ def split_trajectories(
     done_key: NestedKey | None = None,
     as_nested: bool | torch.layout = False,
 ) -> TensorDictBase:
-    """Return the trajectories of `rollout`, one per row, zero padded and with a mask.
+    """Return the trajectories of `rollout`, one per row, padded with zeros and with a mask.
 
     Frames with the same trajectory id make one trajectory, wherever they are; without ids, a
     true done flag ends one. Frames that an existing mask leaves out are dropped first.

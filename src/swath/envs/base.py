@@ -85,7 +85,7 @@ class Env:
         """Start new episodes and return the observations of all envs.
 
         Args:
-            mask: Bool `[N]`; only these envs. All by default.
+            mask: Bool `[N]`: reset these envs only; all by default.
             seed: Seeds the envs first, as `set_seed` does.
         """
         if mask is not None and not self.group.resets_singly:
@@ -102,7 +102,7 @@ class Env:
 
     @_alone
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Step with the `"action"` of the TensorDict and add what followed under `"next"`."""
+        """Step with the `"action"` of the TensorDict and store the result under `"next"`."""
         slab, bound = self._opened()
         for leaf in self._interface.actions:
             action = tensordict.get(leaf.key, None)
@@ -125,7 +125,7 @@ class Env:
         return tensordict.set("next", self._row(slab, root=False))
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Step with a random action, written into the TensorDict."""
+        """Step with a random action, which is written to the TensorDict."""
         td = TensorDict({}, self.batch_size) if tensordict is None else tensordict
         for leaf, draw in zip(self._interface.actions, self._sampler.draw(1), strict=True):
             action = torch.from_numpy(draw[0])
@@ -165,7 +165,7 @@ class Env:
         """Start new episodes, step at most `max_steps` times and return `[*batch_size, T]`.
 
         Args:
-            max_steps: The most steps to make.
+            max_steps: Largest number of steps.
             policy: Anything that a collector takes; random by default.
             break_when_any_done: Stop when the first episode ends; otherwise envs that end start
                 new episodes.
@@ -183,13 +183,13 @@ class Env:
 
     @_alone
     def set_seed(self, seed: int) -> None:
-        """Seed the envs and the random actions; it counts from the next reset."""
+        """Seed the envs and the random actions, with effect from the next reset."""
         self._opened()
         self.group.seed([env_seed(seed, index) for index in range(self.num_envs)])
         self._sampler.seed(seed)
 
     def close(self) -> None:
-        """Close the envs; closing twice is nothing."""
+        """Close the envs; calling it again has no effect."""
         if not self._closed:
             self._closed = True
             self.group.close()

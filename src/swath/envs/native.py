@@ -136,9 +136,9 @@ class TorchEnv(Protocol):
 
 
 class BatchedTorchEnv(abc.ABC):
-    """Base of torch-native envs: seeding, masked reset and time limit around three functions.
+    """Base class of torch-native envs: seeding, masked reset and time limit around three functions.
 
-    A subclass names its two spaces and writes `_initial`, `_dynamics` and `_observe`. The three
+    A subclass defines its two spaces and writes `_initial`, `_dynamics` and `_observe`. The three
     compute new tensors from the old with torch operations only. Attributes that they read are
     set before `super().__init__()`, which calls `_initial` once to learn the state's shape.
 
@@ -146,8 +146,8 @@ class BatchedTorchEnv(abc.ABC):
         num_envs: N, the number of envs in the batch.
         device: Where all tensors live; torch's default device if None.
         max_episode_steps: Truncate episodes at this length; None for no limit. By default the
-            class says it.
-        dtype: Of the random numbers that `_initial` gets, so usually of the state.
+            class defines it.
+        dtype: Dtype of the random numbers that `_initial` gets, and so usually of the state.
 
     A walk on a line, from a random start until it is more than 1 from the middle:
 
@@ -231,7 +231,7 @@ class BatchedTorchEnv(abc.ABC):
         )
 
     def to(self, device: torch.device | str) -> BatchedTorchEnv:
-        """Move the envs to a device, with all that they are doing, and return them."""
+        """Move the envs to a device in the middle of their episodes, and return them."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
@@ -257,10 +257,10 @@ class BatchedTorchEnv(abc.ABC):
         self._counter.zero_()
 
     def compile(self) -> BatchedTorchEnv:
-        """Let `torch.compile` fuse what a step and a reset compute, and return the envs.
+        """Compile the arithmetic of a step and of a reset with `torch.compile`; return the envs.
 
-        Worth its seconds on a GPU, where a step costs what its kernels cost to start. Sums may
-        differ in their last bits.
+        It takes some seconds, and pays off on a GPU, where a step costs what launching its kernels
+        costs. Sums may differ in their last bits.
         """
         self._fuses = True
         return self

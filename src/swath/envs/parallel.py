@@ -82,9 +82,10 @@ class ParallelEnv(Env):
     """N envs in worker processes, stepped together, with batch size `[N]`.
 
     Args:
-        num_envs: How many.
-        create_env_fn: Makes one env (an id, or a callable), or a list of N such with equal spaces.
-        num_workers: How many processes; as many as there are cores by default, envs spread evenly.
+        num_envs: Number of envs.
+        create_env_fn: An id or a function that makes one env, or a list of N of these with equal
+            spaces.
+        num_workers: Number of processes; by default one for each core, with the envs spread evenly.
         info_keys: Entries of the info dicts to store, as in `GymEnv`.
 
     Examples:

@@ -52,8 +52,8 @@ class SerialEnv(Env):
     """N envs stepped one after the other in this process, with batch size `[N]`.
 
     Args:
-        num_envs: How many.
-        create_env_fn: Makes one env (an id, or a callable), or a list of N such.
+        num_envs: Number of envs.
+        create_env_fn: An id or a function that makes one env, or a list of N of these.
         info_keys: Entries of the info dicts to store, as in `GymEnv`.
 
     Examples:

@@ -23,7 +23,7 @@ _STATE: Key = ("policy_state",)
 
 
 class RecurrentPolicy(torch.nn.Module):
-    """Give a callable a state: `fn(observation, state) -> (action, state)`.
+    """Carry a state for a function `fn(observation, state) -> (action, state)`.
 
     The state is carried from step to step and from batch to batch, starts from `initial_state` at
     each episode, and is stored at `"policy_state"` (what went in) and `("next", "policy_state")`

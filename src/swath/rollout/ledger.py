@@ -17,7 +17,7 @@ class Ledger:
     """Follows the trajectories of N envs across rollouts, in tensors.
 
     Args:
-        num_envs: How many.
+        num_envs: Number of envs.
         device: Where all of it lives.
         first_id: The first trajectory id that is free.
     """

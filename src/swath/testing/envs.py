@@ -47,7 +47,7 @@ def reward_of(stamp: int, episode: int, step: int, action: Mapping[Key, np.ndarr
 
 
 class CountingEnv(gym.Env[Any, Any]):
-    """Shows (stamp, episode, step); reward and end of an episode follow from these.
+    """An env that shows (stamp, episode, step), from which reward and end of an episode follow.
 
     The stamp is the seed once `reset(seed=...)` has given one, and a number that no other env has
     until then. Episodes count from 0 and start again at 0 with a seed; their lengths vary, some
@@ -121,7 +121,7 @@ class CountingEnv(gym.Env[Any, Any]):
 
 
 class SlowEnv(CountingEnv):
-    """A `CountingEnv` that takes its time.
+    """A `CountingEnv` that is slow.
 
     Args:
         seconds: How long each step and each reset sleeps.
@@ -141,12 +141,12 @@ class SlowEnv(CountingEnv):
 
 
 class CrashingEnv(CountingEnv):
-    """A `CountingEnv` that raises at one call, and goes on as if nothing had been at the next.
+    """A `CountingEnv` that raises an exception once, and then continues normally.
 
     Args:
         at_reset: The number of the reset that fails, counted from 0 over the life of the env.
         at_step: The number of the step that fails, counted likewise.
-        exception: What it raises.
+        exception: The exception to raise.
         **kwargs: See `CountingEnv`.
 
     Examples:

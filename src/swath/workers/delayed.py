@@ -52,17 +52,17 @@ def submitit_delayed_launcher(
     submitit_main_conf: Mapping[str, Any] | None = None,
     submitit_collection_conf: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator: a call of the function runs it as a job, its workers as further jobs.
+    """Return a decorator that runs a function as a job, and its workers as more jobs.
 
-    Inside, make a collector with `launcher="submitit_delayed"`. The call waits for the job and
-    returns what the function returned; Ctrl-C cancels all jobs.
+    In the function, make a collector with `launcher="submitit_delayed"`. A call of the function
+    waits for the job and returns what the function returned; Ctrl-C cancels all jobs.
 
     Args:
-        num_jobs: Jobs for workers, at most: one for each node of the collector.
-        framework: "distributed", or "rpc" for slabs and weights by RPC.
-        backend: That of the collector, if it does not say another.
-        tcpport: The port that workers dial, if the collector does not say another; 0: a free one.
-        submitit_main_conf: Parameters of submitit for the function's job, as in `slurm_kwargs`.
+        num_jobs: Largest number of jobs for workers; one for each node of the collector.
+        framework: "distributed", or "rpc" to send rollouts and weights by RPC.
+        backend: The default of the collector's `backend`.
+        tcpport: The default of the collector's `tcp_port`; 0 for any free port.
+        submitit_main_conf: Parameters of submitit for the job of the function; see `slurm_kwargs`.
         submitit_collection_conf: The same for the jobs of the workers.
 
     Examples:

@@ -29,7 +29,7 @@ __all__ = ["DistributedCollector", "DistributedSyncCollector", "RPCCollector"]
 
 
 class DistributedCollector(PairedCollector):
-    """Collect with workers that share no memory with this process, on this or on other machines.
+    """Collect with workers on other machines, or with processes that share no memory with yours.
 
     With `sync=True` batches are those of `MultiSyncCollector`, otherwise those of
     `MultiAsyncCollector`, with the same promises and the same data.
@@ -112,8 +112,8 @@ class DistributedCollector(PairedCollector):
 class DistributedSyncCollector(DistributedCollector):
     """`DistributedCollector` with `sync=True`, which publishes the weights after every batch.
 
-    `max_weight_update_interval` says how often instead; -1 leaves it to you, as it is left where
-    only `policy_factory` is given and while `start()` collects in the background.
+    `max_weight_update_interval` changes the interval; -1 leaves publishing to you. It is also left
+    to you if only `policy_factory` is given, and while `start()` collects in the background.
 
     Args:
         create_env_fn: As for `DistributedCollector`.
@@ -129,7 +129,7 @@ class DistributedSyncCollector(DistributedCollector):
 
 
 class RPCCollector(DistributedCollector):
-    """`DistributedCollector` whose slabs and weights travel by `torch.distributed.rpc`.
+    """`DistributedCollector` that sends rollouts and weights with `torch.distributed.rpc`.
 
     Args:
         create_env_fn: As for `DistributedCollector`.

@@ -53,10 +53,10 @@ class RayCollector(PairedCollector):
 
     With `sync=True` batches are those of `MultiSyncCollector`, otherwise those of
     `MultiAsyncCollector`, with the same promises and the same data. An actor that is lost is
-    replaced: `on_worker_failure` is "restart" here unless you say otherwise, with three restarts
-    for each actor, and `launch_timeout` is 120 s.
+    replaced: `on_worker_failure` is "restart" by default, with three restarts for each actor, and
+    `launch_timeout` is 120 s.
 
-    With a `swath.data.RayReplayBuffer`, after `start()`, the actors write into it themselves.
+    After `start()` with a `swath.data.RayReplayBuffer`, the actors write to it themselves.
 
     Args:
         create_env_fn: An id or a callable that makes an env, for all collectors, or a list of
@@ -109,9 +109,9 @@ class RayCollector(PairedCollector):
 
     @between_batches
     def add_collectors(self, num_collectors: int) -> None:
-        """Start more actors; each takes part once Ray has found a place for it.
+        """Start more actors; each takes part once Ray has scheduled it.
 
-        With `sync=True` batches grow by its envs then.
+        With `sync=True` batches then grow by its envs.
 
         Args:
             num_collectors: How many; each has `num_workers_per_collector` actors.
@@ -121,12 +121,12 @@ class RayCollector(PairedCollector):
 
     @between_batches
     def remove_collectors(self, num_collectors: int, timeout: float = 5.0) -> None:
-        """End the newest actors; what they have collected is delivered first.
+        """End the newest actors; the frames that they have collected are delivered first.
 
-        With `num_collectors="auto"` no more are started from then on but by `add_collectors`.
+        Afterwards `num_collectors="auto"` no longer adds collectors.
 
         Args:
-            num_collectors: How many, as for `add_collectors`; one at least stays.
+            num_collectors: How many, as for `add_collectors`; at least one remains.
             timeout: Seconds that each has to close its envs.
         """
         self._check_open()
