@@ -62,6 +62,20 @@ gym.register("Broken-v0", lambda: 1 / 0)
 gym.register("Slow-v0", lambda: Slow(0.02))
 gym.register("Interrupting-v0", Interrupting)
 
+class Terminated(CountingEnv):
+    steps = 0
+    def step(self, action):
+        Terminated.steps += 1
+        if Terminated.steps == 50:
+            signal.raise_signal(signal.SIGTERM)
+        return super().step(action)
+
+def stopped():
+    raise KeyboardInterrupt
+
+gym.register("Terminated-v0", Terminated)
+gym.register("Stopped-v0", stopped)
+
 class Net(torch.nn.Module):
     def __init__(self, n=2):
         super().__init__()
@@ -301,6 +315,46 @@ def test_interrupted_while_stepping_it_keeps_the_whole_steps(
     assert "interrupted: this is the summary of the frames collected so far" in out
     assert check_transitions(load_dataset("data")) == 48
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_sigterm_ends_it_as_ctrl_c_does(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    arguments = ["collect", "things:Terminated-v0", "--envs", "2", "--out", "data"]
+    assert main(arguments) == 143
+    out = capsys.readouterr().out
+    assert rows(out)["frames"] == "48 of 200,000, from 2 envs"
+    assert check_transitions(load_dataset("data")) == 48
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_ctrl_c_before_the_first_frame_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
+    arguments = ["collect", "things:Stopped-v0", "--envs", "2", "--workers", workers]
+    assert main([*arguments, "--out", "data"]) == 130
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "swath: interrupted\n")
+    assert not list(here.glob("data*"))
+
+
+@pytest.mark.parametrize("frames", ["100", "1e2", "1_00", "100.0"])
+def test_counts_are_taken_as_people_write_them(here: Path, frames: str) -> None:
+    arguments = ["collect", "things:Counting-v0", "--envs", "2e0", "--frames", frames]
+    assert main([*arguments, "--out", "data"]) == 0
+    assert check_transitions(load_dataset("data")) == 100
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [("--frames", "many", 1), ("--frames", "0", 1), ("--envs", "2.5", 1), ("--seed", "-1", 0)],
+)
+def test_a_count_that_is_none_is_told_with_its_value(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, least: int
+) -> None:
+    assert main(["collect", "CartPole-v1", option, value]) == 2
+    said = f"'{value}' is not a whole number from {least} on, such as 1000 or 1e3."
+    assert capsys.readouterr().err == f"swath: error: Invalid value for '{option}': {said}\n"
 
 
 @pytest.mark.parametrize(("presses", "frames"), [(1, 200), (2, 100)])

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_INTERRUPTED = 130  # what a shell reports for a process that SIGINT has ended
+# What a shell reports for a process that SIGINT or SIGTERM has ended.
+_INTERRUPTED, _TERMINATED = 130, 143
 _BATCH = 2048  # frames, about
 # Click's own base of all usage errors; newer versions of typer carry a click of their own.
 _BadUsage: Any = typer.BadParameter.__base__
@@ -74,8 +75,23 @@ class Backend(str, enum.Enum):
     ray = "ray"
 
 
-def _option(metavar: str, text: str, least: int | None = None) -> Any:
-    return typer.Option(metavar=metavar, help=text, min=least)
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text)
+
+
+def _count(text: str, least: int) -> Any:
+    """Return an option that is a whole number, also written as 1e5 or 100_000."""
+
+    def parse(value: Any) -> int:
+        for kind in (int, float):  # large seeds are no floats
+            with contextlib.suppress(ValueError):
+                number = kind(str(value))
+                if number >= least and number % 1 == 0:
+                    return int(number)
+        wanted = f"a whole number from {least} on, such as 1000 or 1e3"
+        raise typer.BadParameter(f"{value!r} is not {wanted}.")
+
+    return typer.Option(metavar="N", help=text, parser=parse)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,20 +125,16 @@ def collect(  # noqa: PLR0913 - one parameter per option
         str,
         typer.Argument(metavar="ENV", help="Gymnasium id, such as CartPole-v1 or module:Id-v0."),
     ],
-    frames: Annotated[
-        int, _option("N", "Number of frames to collect, over all envs.", 1)
-    ] = 200_000,
-    envs: Annotated[int, _option("N", "Number of envs.", 1)] = 8,
+    frames: Annotated[int, _count("Number of frames to collect, over all envs.", 1)] = 200_000,
+    envs: Annotated[int, _count("Number of envs.", 1)] = 8,
     policy: Annotated[
         str | None, _option("MODULE:NAME", "The policy (see above); random by default.")
     ] = None,
-    seed: Annotated[int | None, _option("N", "Seed of envs, actions and weights.", 0)] = None,
-    max_frames_per_traj: Annotated[
-        int | None, _option("N", "Truncate trajectories at N.", 1)
-    ] = None,
+    seed: Annotated[int | None, _count("Seed of envs, actions and weights.", 0)] = None,
+    max_frames_per_traj: Annotated[int | None, _count("Truncate trajectories at N.", 1)] = None,
     out: Annotated[Path | None, _option("DIR", "New or empty directory for the data.")] = None,
     format: Annotated[Format, typer.Option(help="Format of the stored data.")] = Format.tensordict,
-    workers: Annotated[int, _option("N", "Worker processes; 0 for none.", 0)] = 0,
+    workers: Annotated[int, _count("Worker processes; 0 for none.", 0)] = 0,
     mode: Annotated[
         Mode, typer.Option(help="sync: batches of all workers; async: of the first that is done.")
     ] = Mode.sync,
@@ -155,12 +167,14 @@ def collect(  # noqa: PLR0913 - one parameter per option
     if workers > envs:
         raise UsageError(f"--workers {workers} is more than the {envs} envs; each needs one.")
     sys.path.insert(0, os.getcwd())  # policies and 'module:Id-v0' envs live where the user is
-    from swath.data import DatasetWriter, MinariWriter
-    from swath.envs import SerialEnv
-
-    made, name = SerialEnv(envs, env), policy or "random"
-    writer: DatasetWriter | None = None
     with contextlib.ExitStack() as stack:
+        stack.push(_say_if_interrupted)
+        from swath.data import DatasetWriter, MinariWriter
+        from swath.envs import SerialEnv
+
+        made, name = SerialEnv(envs, env), policy or "random"
+        writer: DatasetWriter | None = None
+        ended = _ended_by_sigterm(stack)
         if out is not None:
             if format is Format.minari:
                 writer = MinariWriter(out, env=made.group.envs[0], policy=name)  # type: ignore[attr-defined]
@@ -184,7 +198,29 @@ def collect(  # noqa: PLR0913 - one parameter per option
         run.report(f"{env}, {name} policy", f"of {frames:,}, from {envs} envs{by}")
     if run.failure is not None:
         raise run.failure
-    return _INTERRUPTED if run.interrupted else 0
+    return (_TERMINATED if ended() else _INTERRUPTED) if run.interrupted else 0
+
+
+def _say_if_interrupted(kind: type[BaseException] | None, *_: object) -> None:
+    """Say so if Ctrl-C comes before there is anything to sum up; typer only ends."""
+    if kind is not None and issubclass(kind, KeyboardInterrupt):
+        _say_error("interrupted")
+
+
+def _ended_by_sigterm(stack: contextlib.ExitStack) -> Callable[[], bool]:
+    """Let SIGTERM end the collection as Ctrl-C does; return what tells whether it has come.
+
+    Batch systems send it when the time of a job is over.
+    """
+    came = []
+
+    def interrupt(*_: Any) -> None:
+        came.append(True)
+        # Whoever holds Ctrl-C back at the moment holds this back, too.
+        signal.raise_signal(signal.SIGINT)
+
+    stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, interrupt))
+    return lambda: bool(came)
 
 
 def _make_collector(
