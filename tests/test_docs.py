@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -147,6 +148,35 @@ def test_the_table_of_options_has_all_of_them_with_their_text_and_collectors():
         assert text.endswith("."), f"{field.name} has no sentence"
     page = site.on_page_markdown((DOCS / "reference" / "options.md").read_text())
     assert re.search(r"\n\| `frames_per_batch` \| .+ \| required \| all \|\n", page)
+
+
+FOREIGN = {
+    *("Namespace ALE not found", "mat1 and mat2 shapes cannot be multiplied", "expand", "nan"),
+    *("Weights only load failed", "No space left on device", "frames_per_second", "torch.load"),
+    *("InvalidAuthToken", "Failed to connect to Ray cluster"),
+}
+"""Words of the page on troubleshooting that are not those of a message of swath."""
+
+
+def _messages() -> list[str]:
+    """All texts in the sources; what is filled in stands as a NUL."""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_messages_on_the_page_about_troubleshooting_are_in_the_code():
+    text, messages = (DOCS / "troubleshooting.md").read_text(), "\n\n".join(_messages())
+    for heading in re.findall(r"^### (.+)$", text, re.MULTILINE):
+        for quoted in set(re.findall(r"`([^`]+)`", heading)) - FOREIGN:
+            parts = [re.escape(part.strip()) for part in quoted.split("…") if part.strip()]
+            assert re.search(r"(?:(?!\n\n).)*?".join(parts), messages, re.DOTALL), quoted
 
 
 def _referenced():
