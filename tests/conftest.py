@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -17,6 +18,25 @@ import ray_kit
 import torch
 
 from swath.testing import CountingEnv
+
+OPTIONAL = {
+    "torchrl": [
+        "policies/test_torchrl_policies.py",
+        "envs/test_torchrl_values.py",
+        "envs/test_torchrl_forms.py",
+    ],
+    "minari": ["data/test_minari.py"],
+    "jax": [],
+    "envpool": [],
+    "ale_py": [],
+    "submitit": [],
+    "matplotlib": [],
+    "h5py": [],
+}
+"""Packages that need not be there, as on other platforms, and test files that import them."""
+
+_missing = {name for name in OPTIONAL if importlib.util.find_spec(name) is None}
+collect_ignore = [file for name in _missing for file in OPTIONAL[name]]
 
 torch.set_num_threads(1)
 if torch.cuda.is_available():
@@ -129,6 +149,18 @@ def untouched_surroundings() -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    """Skip a test that imports an optional package where that is not installed."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in _missing:
+            pytest.skip(f"{name} is not installed")
+        raise
 
 
 # -- what was not run -----------------------------------------------------------------------------

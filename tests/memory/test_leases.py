@@ -202,6 +202,7 @@ def test_what_was_saved_or_sent_is_the_same_and_holds_nothing(memory, way):
     data = write(batch)
     again = read(data)
     del batch
+    gc.collect()  # pickling leaves a cycle in tensordict 0.10
     assert pool.take() is slab
     fill(slab, 4)
     assert again.batch_size == (4, 5)

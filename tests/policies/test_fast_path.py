@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -277,6 +278,9 @@ SLOW: dict[str, Make] = {
         ),
     ),
 }
+
+if "generator" not in inspect.signature(Prob.__init__).parameters:  # tensordict 0.10
+    del SLOW["generator"]
 
 
 def actor3(**kwargs: Any) -> list[Any]:
