@@ -159,7 +159,10 @@ class BaseCollector(abc.ABC):
                 return answer
 
     def _make(self) -> bool:
-        """Make the next batch, if there is one; Ctrl-C finds it in one place or the other."""
+        """Produce the next batch, if there is one.
+
+        It is always in exactly one of `_raw` and `_made`, so an interrupt loses nothing.
+        """
         if self._publishes_now():
             self.update_policy_weights_()
         if self.policy_version == 0:

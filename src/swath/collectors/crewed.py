@@ -7,9 +7,9 @@
                         '----------------------------------'  if the supervisor forgives
 ```
 
-Nobody waits for a worker that is being started but who needs it: its words are reports among the
-others', and it takes part when it is ready. Each start has random streams and trajectory ids that
-nobody had before.
+Starting a worker never blocks the others. Its start-up messages arrive in the same queue as
+rollouts, and it gets orders after `Ready`. Each start has random streams and trajectory ids that
+were never used before.
 """
 
 from __future__ import annotations
@@ -316,9 +316,9 @@ class CrewedCollector(BaseCollector):
         return [number for number in self._numbers if number not in self._starting]
 
     def _calm(self, everyone: bool = False) -> None:
-        """Wait until all rest: those that are being started, too, if they have found a place.
+        """Wait until no worker is busy or starting; those that Ray has not placed are skipped.
 
-        If `everyone` is needed, those that have found none in time are an error.
+        With `everyone=True`, those that are not placed in time raise an error.
         """
         self._settle()
         known = dict(self._unplaced)

@@ -376,7 +376,7 @@ class MultiCollector(CrewedCollector):
             self._block.publish(unpack(inner[holders[0]])[1], version, holders)
 
     def _drop_under_way(self) -> None:
-        """Wait until all rest; what fails meanwhile is dropped with all else that was collected."""
+        """Wait until no worker is busy; failures are dropped with everything that was collected."""
         while True:
             try:
                 return self._calm(everyone=True)

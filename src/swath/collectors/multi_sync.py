@@ -43,7 +43,7 @@ class _Round:
     broken: set[int] = field(default_factory=set)
     """Those whose part failed."""
     absent: set[int] = field(default_factory=set)
-    """Those who look for a place, and have no part in it."""
+    """Workers whose replacement Ray could not place in time; the batch has no part of them."""
 
     @property
     def failed(self) -> bool:

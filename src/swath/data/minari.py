@@ -69,7 +69,7 @@ class MinariWriter(DatasetWriter):
         return f"minari.load_dataset({self.dataset_id!r})  # with {_VARIABLE}={self.directory}"
 
     def close(self) -> None:
-        """Make the dataset of what was written; calling it again is nothing."""
+        """Make the dataset from what was written; calling it again has no effect."""
         if self._closed:
             return
         super().close()

@@ -121,7 +121,7 @@ class Feeders:
 
 
 class Stopped(Exception):
-    """A prefetcher was ended under somebody who waits for it."""
+    """The prefetcher was closed while a thread was waiting for a batch."""
 
 
 class Prefetcher:

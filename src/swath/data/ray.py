@@ -324,7 +324,7 @@ class RayReplayBuffer:
         self._ask("control", "fail", None if error is None else pack_error(error))
 
     def close(self) -> None:
-        """End the actor, and the cluster if this buffer has started it; again is nothing."""
+        """End the actor, and the cluster if this buffer has started it."""
         if not self._owner or self._closed:
             return
         self._closed = True

@@ -93,8 +93,8 @@ class ReplayBuffer:
     """Called while something is waited for; it raises if nobody will write any more. While there is
     one, `sample` waits for frames instead of refusing."""
     fed: bool
-    """Whether others may write who are not known here, as in shared memory or where a ratio is to
-    be kept; `sample` waits then. The last collector that has ended says that nobody does."""
+    """Whether writers outside this object may exist. If so, `sample()` waits for frames instead of
+    raising. The last collector sets it to False when it ends."""
 
     @refusing_unknown_names
     def __init__(  # noqa: PLR0913 - each is one independent choice
@@ -312,9 +312,9 @@ class ReplayBuffer:
     def sample(self, batch_size: int | None = None) -> Any:
         """Return frames drawn by the sampler, with their numbers as `"index"`.
 
-        Frame i is the i-th that was ever written. Where nobody is known to write (nothing to
-        `watch`, no `samples_per_insert`, no `timeout`, not shared), too few frames are an error;
-        otherwise they are waited for.
+        Frame i is the i-th that was ever written. If no writer is registered (nothing to `watch`,
+        no `samples_per_insert`, no `timeout`, not shared), too few frames are an error; otherwise
+        this waits for them.
         """
         self._check()
         size = self.batch_size if batch_size is None else batch_size

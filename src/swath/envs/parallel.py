@@ -289,7 +289,7 @@ class ParallelGroup(Group):
         raise failure from cause
 
     def lose(self, number: int) -> NoReturn:
-        """Say how a process has ended; the env is of no use any more."""
+        """Raise an error that says how a process has ended; the env can no longer be used."""
         link, (start, stop) = self.links[number], self.spans[number]
         how = ending(link.exit_code(None) or 0)
         self.dead = f"the process {link.pid} with envs {start} to {stop - 1} {how}"

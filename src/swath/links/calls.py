@@ -9,9 +9,9 @@
 
 Calls may overtake each other, so each has a number, and the port takes them in order; so do
 answers. A call that ends rings a bell, in a thread of Ray's. A block comes as one numpy array in
-Ray's store, which is read-only: it is copied once, into the slab, and let go. Of weights only the
-newest matter: they go with the next order, or, if that is not near, by themselves, twice in a
-rollout at most.
+Ray's store, which is read-only: it is copied once, into the slab, and let go. Only the
+newest weights are sent: with the next order if orders come at least every 0.1 s, else in a call of
+their own, at most twice per rollout.
 """
 
 from __future__ import annotations

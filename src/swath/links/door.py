@@ -1,12 +1,13 @@
-"""A door for one worker on the same machine that another system starts: it knocks, and is let in.
+"""A Unix socket through which a Ray actor on this machine connects, so that it can share memory.
 
 ```
   your process: Door -- its name travels with the job --> worker: knock(name) --> Channel
        open(): who is it? this user's, and which process ==> Channel, and its process
 ```
 
-The name is a Unix socket's, in no folder, so nothing is left behind. On another machine, or in a
-container of its own, a worker finds no door of that name, and is spoken with in another way.
+The name is that of a Unix socket outside of the file system, so nothing is left behind. A worker
+on another machine, or in a container of its own, finds no socket of that name and is reached by
+calls of Ray.
 """
 
 from __future__ import annotations

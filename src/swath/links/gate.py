@@ -1,4 +1,4 @@
-"""The gate through which workers on other machines come in.
+"""TCP listener that authenticates workers of other machines before anything is unpickled.
 
 ```
  worker                          gate (one thread of your process)

@@ -40,9 +40,9 @@ __all__ = ["Bulk", "Expected", "Inbox", "Interrupt", "RemoteLink", "RemotePort",
 _LAST_WORDS = 3.0
 """Seconds that a worker whose trainer is gone has to end by itself."""
 exit_code = 1
-"""Of a worker that did not."""
+"""Exit code of a worker that had to end itself because its trainer was gone."""
 _WAITING, _LOOK = 1e-4, 0.5
-"""Seconds between two looks at a transfer, and at whether the other side has ended."""
+"""Seconds between two checks of a transfer, and of whether the other side has ended."""
 
 
 class Bulk(Protocol):

@@ -55,7 +55,7 @@ class Runner:
     """
 
     shield = Shield()
-    """Lifted while envs and policy are at work; whoever puts one up around `collect` gives it."""
+    """Lets Ctrl-C through while code of the user runs; the collector sets its own."""
     _counts: Sequence[Field] = ()
     """Where the steps of trajectories are counted, if `max_frames_per_traj` limits them."""
 

@@ -257,11 +257,11 @@ class Done:
 
 @dataclass(frozen=True)
 class Died:
-    """The worker has ended without a word; said by the crew, not by the worker."""
+    """The worker ended without a reply. Made by the parent, never sent by a worker."""
 
     who: str
     how: str
     late: float | None = None
-    """It was killed since it had given no answer for so many seconds."""
+    """It was killed because it had not answered for this many seconds."""
     unplaced: bool = False
-    """There was no place for it, in all the time that it had."""
+    """Ray found no node for it within `launch_timeout`."""

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["RayPlace", "actor_of"]
 
 _THREADS = 8
-"""One runs the worker, one waits for each report that is owed, one takes orders; some to spare."""
+"""Threads of the actor: one runs the worker, one per pending report, one takes orders, the rest
+are spare."""
 _INLINE = 100 * 1024
 """Bytes up to which Ray sends an argument with the call."""
 _READERS = 16

@@ -26,7 +26,7 @@ class Supervisor:
     lost_trajectories: list[int] = field(default_factory=list)
 
     def forgives(self) -> bool:
-        """Decide whether one more failure is answered by a restart, and count it."""
+        """Return True if another restart is allowed, and count it."""
         if not self.restart or self.restarts >= self.max_restarts:
             return False
         self.restarts += 1

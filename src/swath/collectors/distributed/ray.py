@@ -25,9 +25,9 @@ from swath.workers.ray import RayPlace, actor_of
 __all__ = ["RayCollector"]
 
 _LOOK_EVERY = 5.0
-"""Seconds between two looks at what the cluster offers."""
+"""Seconds between two checks of what the cluster has free."""
 _MOST = 1e14
-"""Of a resource; Ray knows no more of any."""
+"""Largest amount of a resource that Ray accepts."""
 _RESTARTS = 3
 """For each actor, unless the user says how many in all."""
 _REPLACED = "swath replaces actors itself; see on_worker_failure and max_restarts of the collector"
