@@ -70,6 +70,12 @@ def with_extra(name: Any, value: Any) -> Callable[[Any], Any]:
         (lambda x: {"a": zeros(3)(x)}, 3, PAIR, r"gives no \('action', 'b'\); it gave"),
         (lambda x: zeros(3)(x), 3, PAIR, r"gives no \('action', 'a'\); it gave \[\]"),
         (lambda x: zeros(2, 3)(x), 2, spaces.Tuple([TORQUE] * 2), r"gives no \('action', '0'\)"),
+        (
+            lambda x: torch.tensor([300]),
+            None,
+            spaces.Box(-99, 99, (1,), np.int8),
+            r"'action' has numbers that torch.int8 does not hold, 300 to 300",
+        ),
         (lambda x: None, None, None, r"'action' is None, of type NoneType; numbers are needed"),
         (
             lambda x: collections.namedtuple("Out", "value action")(1, 1),

@@ -178,8 +178,19 @@ def test_envs_that_stay_ended_say_so():
     assert torch.equal(data["was_done"], data["done"])
 
 
-@pytest.mark.parametrize(("options", "device"), [({}, None), ({"device": "cpu"}, "cpu")])
-def test_its_tensordict_and_the_batch_have_the_device_that_was_asked_for(options, device):
+CPU = torch.device("cpu")
+DEVICES: list[tuple[dict[str, Any], Any, Any]] = [
+    ({}, None, None),
+    ({"device": "cpu"}, CPU, CPU),
+    ({"policy_device": "cpu"}, CPU, None),
+    ({"storing_device": "cpu"}, None, CPU),
+    ({"env_device": "cpu"}, None, None),
+    ({"env_device": "cpu", "policy_device": "cpu"}, CPU, CPU),
+]
+
+
+@pytest.mark.parametrize(("options", "policys", "batchs"), DEVICES)
+def test_its_tensordict_and_the_batch_have_the_device_that_was_asked_for(options, policys, batchs):
     seen = set()
 
     def policy(td):
@@ -187,9 +198,8 @@ def test_its_tensordict_and_the_batch_have_the_device_that_was_asked_for(options
         return in_place(td)
 
     data = collect(policy, make_envs(3), **options)
-    expected = None if device is None else torch.device(device)
-    assert seen == {expected}
-    assert data.device == expected
+    assert seen == {policys}
+    assert data.device == batchs
 
 
 def test_one_that_takes_a_tensor_is_told_how_to_ask_for_a_tensordict():

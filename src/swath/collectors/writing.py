@@ -65,6 +65,8 @@ class Output:
         options = self._options
         batch = self.finishing(batch)
         storing = options.storing_device or options.device
+        if storing is None and options.env_device == options.policy_device:
+            storing = options.env_device
         if isinstance(storing, (str, torch.device)) and isinstance(batch, TensorDictBase):
             batch = batch.to(storing)  # mostly it is there, and only says so from now on
         if self.hook is not None:

@@ -103,7 +103,14 @@ class Form:
                 f"needed{self._for_what()}. Convert it in the policy, so that nothing is rounded "
                 "behind your back."
             )
-        return array.astype(dtype, copy=False)
+        fitting = array.astype(dtype, copy=False)
+        if dtype.kind in "iu" and fitting is not array and not np.array_equal(fitting, array):
+            raise PolicyError(
+                f"the policy's output {key_name(self.key)} has numbers that {self.dtype} does not "
+                f"hold, {array.min()} to {array.max()}{self._for_what()}. Look for what it "
+                "computes there."
+            )
+        return fitting
 
     def _exactly(self, value: Any) -> Any:
         """Return a value in this form where that loses nothing, else as it is."""
