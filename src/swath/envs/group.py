@@ -21,7 +21,7 @@ from gymnasium.vector import AsyncVectorEnv
 from swath.compat.gymnasium import lacks_generator
 from swath.errors import EnvError
 from swath.memory import Field
-from swath.policies import Masks
+from swath.policies.random import Masks
 from swath.rollout import CallFailed, Outcome
 from swath.tree import Leaf, action_leaves, builder, key_name, observation_leaves
 

@@ -13,7 +13,7 @@ from swath.envs.group import Group, close_all
 from swath.envs.gymnasium import GymGroup
 from swath.errors import UsageError
 from swath.memory import Slab
-from swath.policies import joined_masks
+from swath.policies.choices import joined_masks
 from swath.rollout import BoundEnvs, CallFailed, EnvGroup
 
 __all__ = ["JoinedGroup", "check_equal", "join", "parted"]

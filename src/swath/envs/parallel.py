@@ -62,7 +62,7 @@ from swath.links.launch import ending, in_worker
 from swath.links.parcels import unpack_error
 from swath.memory import SharedMemory, Slab, fence
 from swath.owner import Owner, only_here
-from swath.policies import joined_masks
+from swath.policies.choices import joined_masks
 from swath.rollout import CallFailed
 from swath.shield import Shield
 from swath.system import check_can_start_workers, usable_cpus, yield_core

@@ -17,7 +17,7 @@ from swath.envs.group import comes_from
 from swath.envs.torchrl_specs import action_form, observation_form, outcome_of
 from swath.memory import Slab
 from swath.owner import only_here
-from swath.policies import OneHot
+from swath.policies.choices import OneHot
 from swath.rollout import BoundEnvs, CallFailed, keys
 from swath.rollout.keys import following
 from swath.tree import Key, key_name

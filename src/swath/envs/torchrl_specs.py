@@ -13,7 +13,7 @@ from gymnasium import spaces
 from swath.envs.group import comes_from
 from swath.errors import UsageError
 from swath.memory import Field, numpy_dtype
-from swath.policies import OneHot
+from swath.policies.choices import OneHot
 from swath.rollout import Flags, Outcome, keys
 from swath.tree import Key, Leaf, key_name, observation_leaves
 

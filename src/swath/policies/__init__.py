@@ -17,10 +17,9 @@ from swath.memory.weights import copy_weights
 from swath.policies.base import Interface, Policy, State, TorchPolicy
 from swath.policies.callables import CallablePolicy, RecurrentPolicy
 from swath.policies.calls import short
-from swath.policies.choices import OneHot, joined_masks
 from swath.policies.outputs import check_range, to_array
 from swath.policies.probing import Trial, modules_of
-from swath.policies.random import ActionSampler, Masks, RandomPolicy, UniformPolicy
+from swath.policies.random import ActionSampler, RandomPolicy, UniformPolicy
 from swath.policies.shortcuts import installed
 from swath.policies.tensordicts import TensorDictPolicy, is_tensordict_policy
 from swath.tree import Key
@@ -29,8 +28,6 @@ __all__ = [
     "ActionSampler",
     "Interface",
     "MadeWith",
-    "Masks",
-    "OneHot",
     "Policy",
     "RandomPolicy",
     "RecurrentPolicy",
@@ -38,7 +35,6 @@ __all__ = [
     "UniformPolicy",
     "as_policy",
     "check_range",
-    "joined_masks",
     "made_by",
     "policy_module",
     "probe",

@@ -22,7 +22,7 @@ import gymnasium as gym
 import torch
 
 from swath.errors import PolicyError
-from swath.memory import Field, Slab, leaf_dtype
+from swath.memory import Field, Slab, leaf_dtype, nested_shapes
 from swath.policies.calls import Call, joined, short
 from swath.policies.carried import Carried
 from swath.policies.outputs import LONE_ENV, Form, check_free, check_range
@@ -64,6 +64,13 @@ class Interface:
     def by_name(self) -> bool:
         """Whether a policy of one argument gets the entry of that name, as with TorchRL's envs."""
         return any(leaf.exact for leaf in self.actions)
+
+    @cached_property
+    def nested(self) -> dict[Key, tuple[int, ...]]:
+        """The TensorDicts in an observation that have batch dimensions of their own, and which."""
+        return nested_shapes(
+            [Field(o.key, o.shape, torch.uint8, nested=o.nested) for o in self.observations]
+        )
 
     @property
     def batch_shape(self) -> tuple[int, ...]:

@@ -104,6 +104,8 @@ class TensorDictPolicy(TorchPolicy):
         flat = dict(zip(self.inputs, rows, strict=True))
         values = nest({**self.carried.values, **flat})
         given = TensorDict(values, self.interface.batch_shape, device=self.asked_device)
+        for key, shape in self.interface.nested.items():
+            given.get(key).batch_size = (*self.interface.batch_shape, *shape)
         answer = policy(given)
         if isinstance(answer, TensorDictBase):
             self.carried.note(answer, given, flat)

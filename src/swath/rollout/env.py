@@ -24,7 +24,8 @@ import gymnasium as gym
 import torch
 
 from swath.memory import Field, Slab
-from swath.policies import Interface, Masks
+from swath.policies import Interface
+from swath.policies.random import Masks
 from swath.rollout.outcome import Outcome
 from swath.tree import Leaf
 
