@@ -300,6 +300,21 @@ def info(
     return 0
 
 
+@app.command()
+def recover(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What --out had named; or DIR.partial.")
+    ],
+) -> int:
+    """Make a dataset of the frames that a killed run has left in DIR.partial."""
+    from swath.data import recover_dataset
+
+    frames = recover_dataset(directory)
+    path = directory.with_name(directory.name.removesuffix(".partial")).absolute()
+    _say(f"frames: {frames:,}\ndata: {path}\nload: swath.data.load_dataset({str(path)!r})")
+    return 0
+
+
 def _add_episodes(table: Table, stats: dict[str, Any]) -> None:
     for name in ("return", "length"):
         values = stats[name] or {}

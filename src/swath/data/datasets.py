@@ -5,6 +5,7 @@
  DIR/meta.json         tensordict's own description, which `TensorDict.load_memmap(DIR)` reads
  DIR/*.memmap          one file per key with the bytes of all frames; nested keys are folders
  DIR/replay.bin        of a replay buffer only: which rows are whole, and in which order they came
+ DIR/unfinished.json   while it is written only, instead of swath.json
  DIR/checksums.json    if wanted: a checksum of each of the other files
 ```
 
@@ -15,8 +16,12 @@ no guess of the final size, and a full disk is an error, not a dead process.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +47,7 @@ from swath.errors import ClosedError, UsageError
 from swath.tree import Key, nest
 
 __all__ = [
+    "UNFINISHED",
     "DatasetWriter",
     "absolute",
     "claimed",
@@ -49,9 +55,14 @@ __all__ = [
     "load_dataset",
     "opened",
     "partial_of",
+    "publish",
     "verify_dataset",
     "write_about",
 ]
+
+
+UNFINISHED = "unfinished.json"
+"""What `swath.json` will say, while frames are written; see recovery.py."""
 
 
 class DatasetWriter:
@@ -85,6 +96,11 @@ class DatasetWriter:
         self._about = about
         self._columns: dict[Key, ColumnFile] = {}
         self._checksums = Checksums() if checksum else None
+        # Tells who would recover the dataset that its writer lives. The kernel lets go of it.
+        descriptor = os.open(partial_of(self.directory), os.O_RDONLY)
+        self._let_go = weakref.finalize(self, os.close, descriptor)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._closed = False
 
     @property
@@ -102,7 +118,10 @@ class DatasetWriter:
         if not frames:
             return
         if not self._columns:
-            self._columns = make_files(partial_of(self.directory), rows)
+            partial = partial_of(self.directory)
+            self._columns = make_files(partial, rows)
+            write_meta(partial, self._columns, 0)  # for `recover_dataset`
+            write_about(partial, self._about, UNFINISHED)
         check_fit(self._columns, rows, 1)
         content = {
             self._columns[key].path: tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -135,14 +154,14 @@ class DatasetWriter:
         write_about(partial, {"frames": self.frames, **self._about})
         if self._checksums is not None:
             self._checksums.write(partial)
-        if self.directory.is_dir():
-            self.directory.rmdir()  # it is empty; whatever has got in since is not overwritten
-        partial.rename(self.directory)
+        publish(self.directory)
+        self._let_go()
 
     def discard(self) -> None:
         """Delete what was written, unless the writer is closed already."""
         if not self._closed:
             self._closed = True
+            self._let_go()
             shutil.rmtree(partial_of(self.directory))
 
     def __enter__(self) -> DatasetWriter:
@@ -176,20 +195,28 @@ def claimed(directory: str | Path) -> Path:
     except FileExistsError:
         raise UsageError(
             f"{partial_of(path)} exists: another run writes there, or one was killed. Name another "
-            "directory, or delete it."
+            f"directory, delete it, or keep its frames with `swath recover {path}`."
         ) from None
     return path
 
 
-def write_about(directory: Path, about: Mapping[str, Any]) -> None:
+def write_about(directory: Path, about: Mapping[str, Any], name: str = ABOUT) -> None:
     """Note where a dataset comes from."""
     about = {"swath": __version__, **about}
-    (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    (directory / name).write_text(json.dumps(about, indent=2) + "\n")
 
 
 def partial_of(directory: Path) -> Path:
     """Return where a directory is written until it is whole: `DIR.partial`."""
     return directory.with_name(directory.name + ".partial")
+
+
+def publish(directory: Path) -> None:
+    """Give a directory that is whole its name."""
+    (partial_of(directory) / UNFINISHED).unlink(missing_ok=True)
+    if directory.is_dir():
+        directory.rmdir()  # it is empty; whatever has got in since is not overwritten
+    partial_of(directory).rename(directory)
 
 
 def load_dataset(directory: str | Path, *, verify: bool = False) -> TensorDict:
@@ -227,7 +254,10 @@ def described(directory: str | Path, verify: bool = False) -> Description:
     if not (path / ABOUT).exists():
         reason = f"it has no {ABOUT}" if path.is_dir() else "there is no such directory"
         if partial_of(path).is_dir():
-            reason += f", but {partial_of(path)} is there: its writer runs yet, or was killed"
+            reason += (
+                f", but {partial_of(path)} is there: its writer still runs, or was killed. If it "
+                f"was, `swath recover {path}` makes a dataset of what there is"
+            )
         raise UsageError(f"{path} is not a swath dataset: {reason}.")
     found = read_description(path)
     if verify:

@@ -186,6 +186,15 @@ def read_description(directory: Path) -> Description:
     return Description(directory, frames, about, columns, folders)
 
 
+def read_columns(directory: Path) -> dict[Key, ColumnFile]:
+    """Return the columns of a dataset that was not finished, whatever is in their files."""
+    columns: dict[Key, ColumnFile] = {}
+    shape: Any = read_json(directory / META).get("shape")
+    frames = shape[0] if isinstance(shape, list) and shape and _is_count(shape[0]) else 0
+    _read_folder(directory, (), frames, columns, [])
+    return columns
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object that a file of JSON holds."""
     check_size(path)
