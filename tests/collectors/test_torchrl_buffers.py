@@ -187,12 +187,15 @@ def test_compact_batches_can_be_kept_in_their_buffer_and_made_whole_there():
         replay_buffer=buffer,
     ) as collector:
         list(collector)
-    sample = buffer.sample()
-    assert ("collector", "final_obs") not in sample.keys(True)
-    inside = ~sample["next", "observation"].isnan().any(-1)
-    assert inside.sum() >= 4
-    follows = sample["observation"].roll(-1, 0)
-    assert (sample["next", "observation"][inside] == follows[inside]).all()
+    known = 0
+    for _ in range(20):
+        sample = buffer.sample()
+        assert ("collector", "final_obs") not in sample.keys(True)
+        inside = ~sample["next", "observation"].isnan().any(-1)
+        follows = sample["observation"].roll(-1, 0)
+        assert (sample["next", "observation"][inside] == follows[inside]).all()
+        known += inside.sum().item()
+    assert known > 20
 
 
 def test_compact_batches_are_stacked_and_written_by_hand():

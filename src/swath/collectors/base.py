@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch.utils.data import IterableDataset
 
 from swath.collectors.background import Background, Pause
 from swath.collectors.learner import Learner
@@ -31,6 +32,7 @@ from swath.collectors.setup import (
     opened,
     packed,
 )
+from swath.collectors.torchrl_members import called_as_in_torchrl, look_up, refuse_to_set, register
 from swath.collectors.turns import between_batches
 from swath.collectors.values import Function
 from swath.collectors.writing import Output, Parts
@@ -50,7 +52,7 @@ STORED: Any = object()
 """Stands for a rollout that a worker has written to the replay buffer itself."""
 
 
-class BaseCollector(abc.ABC):
+class BaseCollector(IterableDataset[Any], abc.ABC):
     """Iterate over batches; again after a `break`, nothing is lost.
 
     Subclasses say where rollouts come from.
@@ -66,7 +68,7 @@ class BaseCollector(abc.ABC):
         return super().__new__(cls)
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        register(BaseCollector)
         self._frames = self._batches = 0
         self._closed = False
         self._begun: tuple[float, int] | None = None  # when the first rollout did, at what frame
@@ -80,6 +82,17 @@ class BaseCollector(abc.ABC):
         self._learner: Learner | None = None
         self._raw: Any = None  # what was collected, counted, and not finished yet
         self._made: tuple[Any] | None = None  # what was finished and not delivered yet
+        self.options = options
+
+    if not TYPE_CHECKING:  # a misspelt name is an error all the same
+
+        def __getattr__(self, name: str) -> Any:
+            return look_up(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name[0] != "_":
+            refuse_to_set(self, name)
+        super().__setattr__(name, value)
 
     # -- what subclasses provide ----------------------------------------------------------------
 
@@ -91,8 +104,11 @@ class BaseCollector(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _shutdown(self, timeout: float) -> None:
+    def _shutdown(self, timeout: float, close_env: bool) -> None:
         """Free what the subclass holds."""
+
+    def _check_keeps_envs(self, close_env: bool) -> None:
+        """Refuse to leave envs open that nobody else could close."""
 
     # -- iteration ------------------------------------------------------------------------------
 
@@ -253,7 +269,7 @@ class BaseCollector(abc.ABC):
             self._assembler.push(rollout)
         return batch
 
-    def _fetch_held(self) -> None:  # noqa: B027 - only workers that store have some
+    def _fetch_held(self) -> None:
         """Take over the trajectories that workers have not written yet."""
 
     def _report_left_over(self) -> None:
@@ -353,7 +369,7 @@ class BaseCollector(abc.ABC):
             if self._closed or self._background.stopping():
                 raise ClosedError("this collector was shut down.")
 
-    def _wake(self) -> None:  # noqa: B027 - nothing is waited for but a step, mostly
+    def _wake(self) -> None:
         """Let the background's thread hear of its end, whatever it waits for."""
 
     def _tell_buffer(self, failure: BaseException | None) -> None:
@@ -368,7 +384,7 @@ class BaseCollector(abc.ABC):
     def _get_ready(self) -> None:
         """Prepare for collecting in the background."""
 
-    def _rest(self) -> None:  # noqa: B027 - nothing goes on beside the thread, mostly
+    def _rest(self) -> None:
         """Prepare for a pause, in the background's thread."""
 
     def is_running(self) -> bool:
@@ -378,6 +394,7 @@ class BaseCollector(abc.ABC):
     def _in_background(self) -> bool:
         return self._background is not None and self._background.is_own
 
+    @called_as_in_torchrl
     def pause(self) -> Pause:
         """Pause after the batch that is being made, until the end of a `with` block or `resume()`.
 
@@ -403,9 +420,10 @@ class BaseCollector(abc.ABC):
         if self._background is not None:
             self._background.resume()
 
-    def async_shutdown(self, timeout: float = 5.0) -> None:
+    @called_as_in_torchrl
+    def async_shutdown(self, timeout: float | None = 5.0, close_env: bool = True) -> None:
         """Stop collecting in the background and shut down; the same as `shutdown`."""
-        self.shutdown(timeout)
+        self.shutdown(timeout, close_env)
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -451,12 +469,16 @@ class BaseCollector(abc.ABC):
     def _broken(self) -> TensorDict | None:
         """Return the whole steps of a rollout that failed, once."""
 
-    def shutdown(self, timeout: float = 5.0) -> None:
+    @called_as_in_torchrl
+    def shutdown(self, timeout: float | None = 5.0, close_env: bool = True) -> None:
         """Stop collecting and close the envs; calling it again has no effect.
 
         Args:
-            timeout: Seconds to wait; workers that have not ended by then are killed.
+            timeout: Seconds to wait; workers that have not ended by then are killed. None means 5.
+            close_env: False leaves envs open that live in this process.
         """
+        self._check_keeps_envs(close_env)
+        timeout = 5.0 if timeout is None else timeout
         with self._shield:  # calling it again would not end what Ctrl-C had left
             if self._closed:
                 return
@@ -469,7 +491,7 @@ class BaseCollector(abc.ABC):
                 return
             if self._background is not None:
                 self._background.stop(0.0)
-            self._shutdown(timeout)
+            self._shutdown(timeout, close_env)
             if self._background is not None:
                 self._background.stop(timeout)
 
@@ -514,6 +536,7 @@ class BaseCollector(abc.ABC):
 
     # -- state ----------------------------------------------------------------------------------
 
+    @called_as_in_torchrl
     def stats(self) -> dict[str, Any]:
         """Return counts, speed, where the time goes, episode statistics and what was lost.
 
@@ -622,6 +645,7 @@ class BaseCollector(abc.ABC):
         assert self._assembler is not None
         return self._assembler.state_dict()
 
+    @called_as_in_torchrl
     @between_batches
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, bit for bit where the envs could be pickled.

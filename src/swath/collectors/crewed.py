@@ -71,7 +71,7 @@ class CrewedCollector(BaseCollector):
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         check_can_start_workers()
         parsed = Options.parse(type(self), options, self._scope, self._without)
-        self._policy, self._version = policy, 0
+        self._policy, self._version, self._create_env_fn = policy, 0, create_env_fn
         sources = sources_of(create_env_fn, parsed.num_workers)
         sources = [one for one in sources for _ in range(parsed.num_workers_per_collector)]
         jobs = jobs_of(sources, policy, parsed, self._refreshes)

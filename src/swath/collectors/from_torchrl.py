@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from swath.collectors.torchrl_members import MEMBERS
 from swath.collectors.translation import ANY, Given, Option, Row, Variable
 
 __all__ = ["ROWS"]
@@ -409,5 +410,5 @@ _NAMES: tuple[Row, ...] = (
     ),
 )
 
-ROWS: tuple[Row, ...] = (*_OPTIONS, *_VARIABLES, *_NAMES)
+ROWS: tuple[Row, ...] = (*_OPTIONS, *_VARIABLES, *MEMBERS, *_NAMES)
 """All rows; of several of one option, the first that is about a collector and a value holds."""

@@ -23,7 +23,8 @@ from tensordict import TensorDict
 from swath.collectors.base import STORED
 from swath.collectors.crewed import CrewedCollector, Row
 from swath.collectors.setup import Setup, fields_in_words, weights_in_words
-from swath.collectors.single import checked_seed
+from swath.collectors.single import checked_seed, chosen
+from swath.collectors.torchrl_members import called_as_in_torchrl
 from swath.collectors.turns import between_batches
 from swath.errors import EnvError, PolicyError, UsageError
 from swath.links import pack, unpack
@@ -157,6 +158,7 @@ class MultiCollector(CrewedCollector):
         """The newest published version."""
         return self._version
 
+    @called_as_in_torchrl
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
@@ -226,39 +228,51 @@ class MultiCollector(CrewedCollector):
     # -- the rest -------------------------------------------------------------------------------
 
     @between_batches
-    def set_seed(self, seed: int) -> int:
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Restart every random stream from this seed, beginning with the next batch.
 
         Rollouts that were collected ahead are dropped.
+
+        Args:
+            seed: At least 0.
+            static_seed: All envs of all workers get the same seed.
         """
         self._check_open()
-        self._seed_all(SetSeed(checked_seed(seed)))
+        self._seed_all(SetSeed(checked_seed(seed), static_seed))
         return seed
 
     def _seed_all(self, message: SetSeed) -> None:
         self._calm()
         self._held.clear()
         self._seed = message.seed
-        self._tell_all(message)
+        self._tell(message, self._numbers)
 
     @between_batches
-    def reset(self) -> None:
-        """Start new episodes with the next rollouts; open ones are cut where they stand."""
-        self._check_open()
-        self._calm()
-        self._tell_all(Reset())
+    def reset(self, workers: Any = None) -> None:
+        """Start new episodes with the next rollouts; open ones are cut where they stand.
 
-    def _tell_all(self, message: SetSeed | Reset) -> None:
-        """Let all workers cut their episodes off, in one way or the other.
+        Args:
+            workers: Whose: their numbers, or a flag for each; of all by default.
+        """
+        self._check_open()
+        which = self._numbers if workers is None else chosen("workers", workers, self._numbers)
+        self._calm()
+        self._tell(Reset(), which)
+
+    def _tell(self, message: SetSeed | Reset, which: Sequence[int]) -> None:
+        """Let workers cut their episodes off, in one way or the other.
 
         One that is started again begins new ones anyway, with the seed of now.
         """
-        _, dead = self._supervisor.answered(self._crew.call(dict.fromkeys(self._up(), message)))
+        there = [number for number in self._up() if number in which]
+        _, dead = self._supervisor.answered(self._crew.call(dict.fromkeys(there, message)))
         self._mend_all(dead)
-        self._forget_episodes()
+        everyone = len(which) == self.num_workers
+        cut = None if everyone else [one for n in which for one in self._open_ids.get(n, ())]
+        self._forget_episodes(which)
         if self._assembler is not None:
             self._take_held()
-            self._assembler.discard_open()
+            self._assembler.discard_open(cut)
 
     def _take_held(self) -> None:
         """Put the trajectories together that were collected up to here.
@@ -273,9 +287,10 @@ class MultiCollector(CrewedCollector):
             if rollout is not STORED:
                 self._assembler.push(rollout)
 
-    def _forget_episodes(self) -> None:
-        """Forget what is known of the workers' episodes: others are under way now."""
-        self._open_ids.clear()
+    def _forget_episodes(self, workers: Sequence[int]) -> None:
+        """Forget what is known of the episodes of workers: others are under way now."""
+        for number in workers:
+            self._open_ids.pop(number, None)
 
     def _stats(self) -> dict[str, Any]:
         return {
@@ -308,6 +323,7 @@ class MultiCollector(CrewedCollector):
             "restarts": row.restarts,
         }
 
+    @called_as_in_torchrl
     @between_batches
     def map_fn(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function in each worker, between two rollouts, and return what it returned.
@@ -318,11 +334,20 @@ class MultiCollector(CrewedCollector):
             function: Is called with one argument, which has the attributes `worker` (a number),
                 `envs` (a list) and `policy`.
         """
+        return self._call_all(dict.fromkeys(self._numbers, Call(pack(function, "function"))))
+
+    @between_batches
+    def _call_each(self, functions: Sequence[Callable[[Any], Any]]) -> list[Any]:
+        """Call in each worker a function of its own; see `map_fn`."""
+        messages = [Call(pack(function, "function")) for function in functions]
+        return self._call_all(dict(zip(self._numbers, messages, strict=True)))
+
+    def _call_all(self, calls: Mapping[int, Call]) -> list[Any]:
         self._check_open()
-        message = Call(pack(function, "function"))
-        answers = self._ask_all(lambda number: message)
+        answers = self._ask_all(lambda number: calls[number])
         return [unpack(answers[number].value) for number in self._numbers]
 
+    @called_as_in_torchrl
     def get_distant_attr(self, path: str) -> list[Any]:
         """Return an attribute of each worker, such as `"policy.weight"`; see `map_fn`."""
         return self.map_fn(operator.attrgetter(path))
@@ -349,6 +374,7 @@ class MultiCollector(CrewedCollector):
             "weights": weights_in_words(self._forms.weights),
         }
 
+    @called_as_in_torchrl
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; see `BaseCollector`."""
         if self._storing.on and self._assembler is not None:
@@ -363,7 +389,7 @@ class MultiCollector(CrewedCollector):
         inner = dict(zip(self._numbers, state["workers"], strict=True))
         self._ask_all(lambda number: PutState(inner[number]))
         self._held, self._broken_rollouts = deque(state["held"]), deque()
-        self._forget_episodes()
+        self._forget_episodes(self._numbers)
         self._open_ids.update(zip(self._numbers, state["open_ids"], strict=True))
         self._incarnations = itertools.count(state["incarnation"])
         self._episodes.load_state_dict(state["episodes"])
@@ -383,7 +409,14 @@ class MultiCollector(CrewedCollector):
             except (EnvError, PolicyError):  # the worker itself lives, and has told of it
                 pass
 
-    def _shutdown(self, timeout: float) -> None:
+    def _check_keeps_envs(self, close_env: bool) -> None:
+        if not close_env:
+            raise UsageError(
+                "close_env=False is for Collector, whose envs live in this process; workers have "
+                "made theirs, and close them when they end. Leave it out."
+            )
+
+    def _shutdown(self, timeout: float, close_env: bool) -> None:
         self._ender.detach()
         self._crew.close(timeout)
         self._slabs.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,9 +176,9 @@ class MultiAsyncCollector(MultiCollector):
         if rolled.frames:
             self._ready.append((order, batch, rolled.frames))
 
-    def _forget_episodes(self) -> None:
-        super()._forget_episodes()
-        self._frozen.clear()
+    def _forget_episodes(self, workers: Sequence[int]) -> None:
+        super()._forget_episodes(workers)
+        self._frozen.difference_update(workers)
 
     def _joined(self, worker: int) -> None:
         self._frozen.discard(worker)

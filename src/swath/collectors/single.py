@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -16,6 +17,7 @@ from swath.collectors.documented import document
 from swath.collectors.front_door import opened
 from swath.collectors.options import Options
 from swath.collectors.setup import Setup, fields_in_words, weights_in_words
+from swath.collectors.torchrl_members import called_as_in_torchrl
 from swath.collectors.turns import between_batches
 from swath.collectors.values import Count
 from swath.envs import as_group, parted
@@ -64,7 +66,7 @@ class Collector(BaseCollector):
             raise UsageError("frames_per_batch as a list is for collectors with workers.")
         if parsed.policy_factory is not None:
             policy = made_by(parsed.policy_factory)
-        self._policy = policy
+        self._policy, self._create_env_fn = policy, create_env_fn
         self._own_policy: torch.nn.Module | None = None
         self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
         super().__init__(parsed)
@@ -143,12 +145,13 @@ class Collector(BaseCollector):
         self._frames += filled.frames
         return self._runner.lend(filled)
 
-    def _shutdown(self, timeout: float) -> None:
+    def _shutdown(self, timeout: float, close_env: bool) -> None:
         until = monotonic() + timeout
         if self._background is not None:
             self._background.stop(timeout)  # the envs may be closed once it does not step them
-        with self._shield.lifted():
-            self.group.close(max(0.0, until - monotonic()))
+        if close_env:
+            with self._shield.lifted():
+                self.group.close(max(0.0, until - monotonic()))
 
     def _is_usable(self) -> bool:
         # A fork has copies of envs in this process and of their memory, and may go on with those.
@@ -156,18 +159,34 @@ class Collector(BaseCollector):
         return alone or super()._is_usable()
 
     @between_batches
-    def reset(self) -> None:
-        """Start new episodes with the next batch; unfinished ones are cut where they are."""
+    def reset(self, index: Any = None) -> None:
+        """Start new episodes with the next batch; unfinished ones are cut where they are.
+
+        Args:
+            index: Which envs, as an index of numpy's: a number, a list, a slice, flags. All by
+                default.
+        """
         self._check_open()
+        if index is not None:
+            which = chosen("index", index, range(self.group.num_envs))
+            self._runner.reset(which)
+            if self._assembler is not None:
+                self._assembler.discard_open(self._runner.traj_ids[which].tolist())
+            return
         self._runner.reset()
         if self._assembler is not None:
             self._assembler.discard_open()
 
     @between_batches
-    def set_seed(self, seed: int) -> int:
-        """Restart every random stream from this seed, beginning with the next batch."""
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Restart every random stream from this seed, beginning with the next batch.
+
+        Args:
+            seed: At least 0.
+            static_seed: All envs get the same seed.
+        """
         self._check_open()
-        self._runner.set_seed(checked_seed(seed))
+        self._runner.set_seed(checked_seed(seed), static_seed)
         if self._assembler is not None:
             self._assembler.discard_open()
         return seed
@@ -177,6 +196,7 @@ class Collector(BaseCollector):
         """The newest published version."""
         return max(self._runner.version, self._published[0] if self._published else 0)
 
+    @called_as_in_torchrl
     def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
         """Publish weights to the policy and return their version.
 
@@ -268,6 +288,15 @@ def steps_for(frames: int, num_envs: int) -> int:
             stacklevel=4,
         )
     return steps
+
+
+def chosen(name: str, index: Any, among: Sequence[int]) -> list[int]:
+    """Return those that an index chooses: a number, a list, a slice, or a flag for each."""
+    try:
+        which = np.arange(len(among))[index if isinstance(index, slice) else np.asarray(index)]
+        return [among[one] for one in np.unique(which)]
+    except (IndexError, TypeError, ValueError) as error:
+        raise UsageError(f"{name} is {index!r}, which chooses none of {list(among)}.") from error
 
 
 def checked_seed(seed: Any) -> int:

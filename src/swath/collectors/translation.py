@@ -22,7 +22,10 @@ from swath.errors import UsageError
 
 __all__ = [
     "ANY",
+    "Attribute",
+    "Call",
     "Given",
+    "Method",
     "Option",
     "Row",
     "Translation",
@@ -102,6 +105,33 @@ class Variable(Row):
     kind: Kind = "variable"
     option: str = ""
     scopes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribute(Row):
+    """What is read of a collector, and never set."""
+
+    kind: Kind = "attribute"
+    read: Callable[[Any], Any]
+    """Return it, of a collector."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(Row):
+    """A method that swath's collectors do not have."""
+
+    kind: Kind = "method"
+    call: Callable[..., Any]
+    """Called with the collector and what the method was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(Row):
+    """A method of swath's that is called in TorchRL's way, too."""
+
+    kind: Kind = "method"
+    call: Callable[..., Any]
+    """Called with the collector, the method, and what that was given."""
 
 
 @dataclass

@@ -74,7 +74,8 @@ class TorchRLGroup(NativeGroup):
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the env with the first seed: TorchRL derives those of the others itself."""
         with torch.random.fork_rng(devices=[]):  # some TorchRL envs seed torch itself
-            self.env.set_seed(int(seeds[0]) % 2**31)
+            alike = len(seeds) > 1 and len(set(seeds)) == 1
+            self.env.set_seed(int(seeds[0]) % 2**31, static_seed=alike)
 
     def restart(self, masks: dict[Key, torch.Tensor] | None) -> Any:
         """Start new episodes and return the state that the env is in.

@@ -35,10 +35,10 @@ class Episodes:
         self._ended = _Ended()  # replaced as a whole: another thread may ask for `as_dict`
         self._untold: deque[tuple[float, int]] = deque(maxlen=_KEPT)
 
-    def forget(self) -> None:
-        """Drop the open episodes: they were cut off and do not count."""
-        self._returns[:] = 0.0
-        self.lengths[:] = 0
+    def forget(self, which: Sequence[int] | slice = slice(None)) -> None:
+        """Drop the open episodes of all envs, or some: they were cut off and do not count."""
+        self._returns[which] = 0.0
+        self.lengths[which] = 0
 
     def add(
         self, reward: np.ndarray, ends: Sequence[tuple[int, int]], mask: np.ndarray | None

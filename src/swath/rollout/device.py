@@ -92,6 +92,8 @@ class DeviceRunner(Runner):
         if plan.cudagraph is True and self.graph.why is not None:
             raise _no_graph(self.graph.why)
 
+    resets_some = False
+
     @property
     def home(self) -> torch.device:
         return self.device

@@ -85,11 +85,12 @@ class Runner:
         """Envs that stay ended; and those whose next row is no transition, but their reset."""
         self.random_state: RandomState | None = None
         self._seed: int | None = None
-        self._seed_is_new = self._seeds_again = False
+        self._seed_is_new = self._seeds_again = self._one_seed = False
         self.partial: Filled | None = None
         self.finished: list[tuple[float, int]] = []
         """Return and length of the episodes that ended in the last rollout."""
-        self._ends: list[tuple[int, int]] = []
+        # Where episodes have ended; the envs whose next one begins while those of others go on.
+        self._ends, self._resets = list[tuple[int, int]](), set[int]()
         self.policy = self._adapted(policy)
         _check_states(group, self.policy)
         if plan.seed is not None:
@@ -185,22 +186,59 @@ class Runner:
 
     # -- seeds and resets -----------------------------------------------------------------------
 
-    def set_seed(self, seed: int) -> None:
-        """Restart every random stream; the next rollout starts with fresh episodes."""
+    def set_seed(self, seed: int, static: bool = False) -> None:
+        """Restart every random stream; the next rollout starts with fresh episodes.
+
+        Args:
+            seed: From which those of the envs are made.
+            static: All envs get the same one.
+        """
         self._seed, self._seed_is_new, self._seeds_again = seed, True, False
+        self._one_seed = static
         self.reset()
-        self.group.seed(env_seeds(seed, self.streams))
+        self._seed_envs()
         self.sampler.seed(seed)
         self.random_state = RandomState(seed, self.streams[0], self._gpu)
 
-    def reset(self) -> None:
-        """Start new episodes with the next rollout; open ones are cut where they stand."""
-        self._needs_reset = True
-        self.policy.carried.clear()
+    def _seed_envs(self) -> None:
+        streams = [0] * len(self.streams) if self._one_seed else self.streams
+        self.group.seed(env_seeds(self._seed or 0, streams))
+
+    resets_some = True
+    """It looks, at the beginning of a rollout, for envs that are to be reset alone."""
+
+    def reset(self, which: Sequence[int] | None = None) -> None:
+        """Start new episodes with the next rollout; open ones are cut where they stand.
+
+        Args:
+            which: The envs; all by default.
+        """
+        if which is None:
+            self._needs_reset = True
+            self.policy.carried.clear()
+            return
+        group = self.group
+        alone = self.resets_some and group.resets_singly and not group.skips_rows
+        if not (alone and self.plan.reset_when_done):
+            raise UsageError(
+                "these envs cannot be reset one by one: they are a vector env that resets itself, "
+                "or on a GPU, or reset_when_done=False lets them rest. Call reset() for all."
+            )
+        self._resets.update(which)
+
+    def _renew(self, slab: Slab, which: Sequence[int]) -> None:
+        """Start new episodes of these envs in the first row."""
+        self._reset_some(slab, 0, which, which)
+        for key in columns.ROOT_FLAGS:
+            slab.tensors[key][0, which] = False
+        self.traj_ids[which] = np.arange(self.next_traj_id, self.next_traj_id + len(which))
+        self.next_traj_id += len(which)
+        self.episodes.forget(which)
+        self._resets.clear()
 
     def _reset_all(self, slab: Slab) -> None:
         if self._seeds_again:  # the first reset was broken off: some envs have used their seeds
-            self.group.seed(env_seeds(self._seed or 0, self.streams))
+            self._seed_envs()
         self._seeds_again = self._seed_is_new
         try:
             self.group.bind(slab, bare=True).reset(0, None)
@@ -215,6 +253,7 @@ class Runner:
         self._new_trajectories()
         self.frozen[:] = self.renewing[:] = False
         self._needs_reset = self._seed_is_new = self._seeds_again = False
+        self._resets.clear()
 
     def _new_trajectories(self) -> None:
         n = self.group.num_envs
@@ -333,6 +372,8 @@ class Runner:
             slab.tensors[key][0] = row
         if self._needs_reset:
             self._reset_all(slab)
+        elif self._resets:
+            self._renew(slab, sorted(self._resets))
         if self.group.skips_rows:  # said before the row is acted on: that takes no random frame
             slab.arrays[keys.MASK][0] = ~self.renewing
         self._next_limit = _NEVER
@@ -548,7 +589,8 @@ class Runner:
         if failure.index is None:
             return EnvError(text, worker=self.plan.worker, step=step, seed=self._seed)
         index = self.indices[failure.index]
-        seed = None if self._seed is None else env_seed(self._seed, self.streams[failure.index])
+        stream = 0 if self._one_seed else self.streams[failure.index]
+        seed = None if self._seed is None else env_seed(self._seed, stream)
         return EnvError(text, worker=self.plan.worker, env=index, step=step, seed=seed)
 
     # -- state ----------------------------------------------------------------------------------
@@ -559,6 +601,7 @@ class Runner:
         return {
             "carry": {key: row.cpu().clone() for key, row in self.carry.items()},
             "needs_reset": self._needs_reset,
+            "resets": sorted(self._resets),
             "traj_ids": self.traj_ids.copy(),
             "next_traj_id": self.next_traj_id,
             "frozen": self.frozen.copy(),
@@ -568,6 +611,7 @@ class Runner:
             "frames_made": self.frames_made,
             "seed": self._seed,
             "seed_is_new": self._seed_is_new,
+            "one_seed": self._one_seed,
             "random_left": self.random_frames.left,
             "sampler": self.sampler.state_dict(),
             "random_state": random_state.state_dict(),
@@ -587,13 +631,14 @@ class Runner:
             self.group.restore(state["envs"])
         for key, row in state["carry"].items():
             self.carry[key].copy_(row)
-        self._needs_reset = state["needs_reset"]
+        self._needs_reset, self._resets = state["needs_reset"], set(state.get("resets", ()))
         self.traj_ids[...] = state["traj_ids"]
         self.frozen[...], self.renewing[...] = state["frozen"], state["renewing"]
         self.next_traj_id, self.version = state["next_traj_id"], state["version"]
         self.steps_made, self.frames_made = state["steps_made"], state["frames_made"]
         self._seed, self.random_frames.left = state["seed"], state["random_left"]
         self._seed_is_new = self._seeds_again = state["seed_is_new"]
+        self._one_seed = state.get("one_seed", False)
         self.sampler.load_state_dict(state["sampler"])
         self.random_state = self.random_state or RandomState(0, gpu=self._gpu)
         self.random_state.load_state_dict(state["random_state"])

@@ -191,7 +191,7 @@ class Worker:
         self._port.send(State(pack(self._store.held(message.clear), "trajectories")))
 
     def _set_seed(self, message: SetSeed) -> None:
-        self._runner.set_seed(message.seed)
+        self._runner.set_seed(message.seed, message.static)
         self._cut()
 
     def _reset(self, message: Reset) -> None:

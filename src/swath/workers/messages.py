@@ -146,6 +146,8 @@ class SetSeed:
     """Restart all random streams; answered by `Done`."""
 
     seed: int
+    static: bool = False
+    """All envs get one seed."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 from swath.collectors.distributed.paired import PairedCollector
 from swath.collectors.jobs import check_entries, node_options, sources_of
 from swath.collectors.options import Options
+from swath.collectors.torchrl_members import called_as_in_torchrl
 from swath.collectors.turns import between_batches
 from swath.collectors.values import Count, mappings_of
 from swath.errors import UsageError
@@ -107,6 +108,7 @@ class RayCollector(PairedCollector):
 
     # -- more and fewer actors ------------------------------------------------------------------
 
+    @called_as_in_torchrl
     @between_batches
     def add_collectors(self, num_collectors: int) -> None:
         """Start more actors; each takes part once Ray has scheduled it.
