@@ -13,8 +13,9 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 
 from swath.collectors import Collector, MultiSyncCollector
-from swath.envs import SerialEnv
+from swath.envs import SerialEnv, TorchCartPole, as_group
 from swath.errors import PolicyError, UsageError
+from swath.rollout import DeviceRunner, Plan, Runner
 from swath.testing import CountingEnv
 
 MANY = spaces.Discrete(10_000)
@@ -30,6 +31,18 @@ class Counting(TensorDictModuleBase):
     def forward(self, td: TensorDict) -> TensorDict:
         calls = td.get(self.key, torch.zeros(td.shape, dtype=torch.int64)) + 1
         return td.set(self.key, calls).set("action", calls.clone())
+
+
+class CountingParity(Counting):
+    """Shows the number of the call, and chooses by whether it is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_keys = ["action", "calls"]
+
+    def forward(self, td: TensorDict) -> TensorDict:
+        super().forward(td)
+        return td.set("calls", td["_calls"].clone()).set("action", td["_calls"] % 2)
 
 
 def numbers(data: TensorDict) -> list[int]:
@@ -261,3 +274,24 @@ def test_a_policy_that_writes_over_its_observation_is_refused():
 
     with pytest.raises(UsageError, match="'observation' clashes with 'observation'"):
         make_collector(policy, make_envs(None, TORQUE))
+
+
+def test_rollouts_that_stay_on_a_device_carry_it_in_tensors_that_stay_where_they_are():
+    def collected(kind: Any) -> list[TensorDict]:
+        group = as_group(TorchCartPole(3))
+        runner, made = kind(group, CountingParity(), Plan(steps=7, seed=0)), []
+        places = set()
+        for number in range(4):
+            if number == 3:
+                runner.reset()
+                assert not runner.policy.can_be_recorded
+            made.append(runner.lend(runner.collect()).clone())
+            assert runner.policy.can_be_recorded
+            places.add(runner.policy.carried.values["_calls",].data_ptr())
+        assert len(places) == 1
+        return made
+
+    for ours, others in zip(collected(DeviceRunner), collected(Runner), strict=True):
+        assert torch.equal(ours["action"], others["action"])
+        assert torch.equal(ours["calls"], others["calls"])
+    assert numbers(TensorDict({"action": ours["calls"]}, [3, 7])) == list(range(1, 8))

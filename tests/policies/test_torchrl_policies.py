@@ -35,6 +35,7 @@ from torchrl.modules import (
     set_recurrent_mode,
 )
 
+from swath.collectors import Collector, MultiSyncCollector
 from swath.envs import ParallelEnv, SerialEnv
 from swath.errors import PolicyError
 
@@ -318,3 +319,20 @@ def test_a_compatible_object_that_is_no_module_is_called_with_a_tensordict():
 
     data = collect(Duck(), make_envs(3, spaces.Discrete(3)))
     assert torch.equal(data["action"], data["observation"].argmax(-1))
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_an_index_stands_for_the_one_hot_vector_that_torchrls_env_wants(workers):
+    from torchrl.envs import GymEnv
+
+    def make() -> Any:
+        return GymEnv("CartPole-v1")
+
+    policy = TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], ["action"])
+    options: Any = {"frames_per_batch": 40, "seed": 0}
+    kind = MultiSyncCollector if workers else Collector
+    with kind([make] if workers else make(), policy, **options) as collector:
+        data = collector.next()
+    index = (data["observation"][..., 2] > 0).long()
+    assert torch.equal(data["action"], nn.functional.one_hot(index, 2).to(data["action"].dtype))
+    assert 0 < index.sum() < 40

@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 from swath.errors import PolicyError, UsageError
 from swath.memory import Slab, leaf_dtype, numpy_dtype, torch_dtype
+from swath.policies.choices import OneHot
 from swath.tree import Key, Leaf, key_name
 
 __all__ = ["DISCRETE", "LONE_ENV", "Form", "bounds", "check_free", "check_range", "to_array"]
@@ -117,6 +118,9 @@ class Form:
         tensor = value.detach() if isinstance(value, torch.Tensor) else None
         if tensor is None:
             tensor = torch.from_numpy(_numbers(self.key, value).copy())
+        space: Any = self.leaf and self.leaf.space
+        if isinstance(space, OneHot) and len(space.sizes) == 1:
+            tensor = _one_hot(tensor, self.shape)
         if tensor.shape == (*self.shape, 1) or (*tensor.shape, 1) == self.shape:
             tensor = tensor.reshape(self.shape)
         converted = tensor.to(self.dtype)
@@ -213,6 +217,14 @@ class Form:
         if self.shape == (*given, 1):
             return " Add a last dimension with unsqueeze(-1)."
         return ""
+
+
+def _one_hot(index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an index as the vector that has its one there; anything else as it is."""
+    if index.shape != shape[:-1] or index.is_floating_point() or index.dtype is torch.bool:
+        return index
+    hot = torch.nn.functional.one_hot
+    return hot(index.long(), shape[-1]) if ((index >= 0) & (index < shape[-1])).all() else index
 
 
 def _numbers(key: Key, value: Any) -> np.ndarray:
