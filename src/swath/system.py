@@ -36,6 +36,7 @@ __all__ = [
     "cpu_quota",
     "fcntl",
     "free_bytes",
+    "lock_directory",
     "open_again",
     "path_of_descriptor",
     "platform_name",
@@ -178,6 +179,27 @@ def check_can_share_files() -> None:
             f"storage='shared' and storage='memmap' do not work on {platform_name()}: they need "
             "file locks that end with their process (fcntl). Use storage='memory'."
         ) from None
+
+
+def lock_directory(directory: Path) -> Callable[[], None]:
+    """Lock a directory until what is returned is called; BlockingIOError if another has done so.
+
+    The kernel lets go of it when this process ends. Where directories cannot be locked (Windows,
+    some network file systems) nobody is kept out.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return lambda: None
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass
+    return lambda: os.close(descriptor)
 
 
 def anonymous_file(nbytes: int) -> int:

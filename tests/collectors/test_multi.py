@@ -178,7 +178,11 @@ def test_a_batch_has_the_shape_that_cat_results_says(how, envs, shape):
 def test_a_stacked_batch_is_a_view_of_one_slab():
     with MultiSyncCollector([[CountingEnv] * 2] * 2, frames_per_batch=40) as collector:
         batch = collector.next()
-    assert len({value.untyped_storage().data_ptr() for value in batch.values(True, True)}) == 1
+    fields = list(batch.values(True, True))
+    begin = min(field.data_ptr() for field in fields)
+    end = max(field.data_ptr() + field.nbytes for field in fields)
+    size = sum(-(-field.nbytes // 64) * 64 for field in fields)
+    assert size <= end - begin <= 2 * size  # there are fields that are not delivered
 
 
 @KINDS
@@ -560,7 +564,8 @@ def test_a_function_that_closes_over_modules_gets_weights_too():
         assert (collector.next()["action"] == 23).all()
         first.become(4)
         second.become(5)
-        assert (collector.next()["action"] == 23).all()
+        with pytest.warns(UserWarning, match="never published"):
+            assert (collector.next()["action"] == 23).all()
         collector.update_policy_weights_()
         assert (collector.next()["action"] == 45).all()
 

@@ -590,7 +590,7 @@ class Crowd:
                 link = kit.process(write_elsewhere, self.buffer, (seed, batches))
                 links.append(self.stack.enter_context(link))
             else:
-                target = self.rng.choice(self.readers)
+                target = self.readers[self.rng.integers(len(self.readers))]
                 threads.append(self.thread(self.write, target, seed, batches))
         for number, link in enumerate(links):
             if self.killed == number and self.rng.random() < 0.3:

@@ -44,7 +44,19 @@ from swath.workers.remote import Invitation
 
 def job(number, maker=CountingEnv):
     nothing = pack(None, "nothing")
-    return Job(number, pack(maker, "envs"), nothing, nothing, nothing, False, 1, True, False)
+    return Job(
+        number,
+        envs=pack(maker, "envs"),
+        copies_envs=False,
+        env_kwargs=nothing,
+        policy=nothing,
+        init_fn=nothing,
+        registered=nothing,
+        makes_policy=False,
+        num_threads=1,
+        quiet=True,
+        refreshes=False,
+    )
 
 
 class Started:

@@ -192,7 +192,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             batch = None if self._raw is STORED else self._finished(self._raw)
             self._made, self._raw, self._batches = (batch,), None, self._batches + 1
         if self._bar is not None:
-            self._bar.update(self._stats, done=self._frames_left() <= 0)
+            self._bar.update(self.stats, done=self._frames_left() <= 0)
         return True
 
     def _finished(self, batch: Any) -> Any:
@@ -666,6 +666,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._raw, self._made = inner["kept"]
         self._frames, self._batches = state["frames"], state["batches"]
         self._output.stream, self._begun = Stream(state.get("stream")), None
+        self._learner = None  # the weights have changed, and those who act have them
 
     @abc.abstractmethod
     def _setup(self) -> Setup:

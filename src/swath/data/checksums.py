@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from swath.data.files import Description, damaged, read_json
+from swath.data.files import UNFINISHED, Description, damaged, read_json
 from swath.errors import UsageError
 
 __all__ = ["CHECKSUMS", "STATE", "Checksums", "verify_files"]
@@ -44,7 +44,7 @@ class Checksums:
         """Note the checksums of all files that are in a directory, before it gets its name."""
         found = {}
         for path in sorted(directory.rglob("*")):
-            if path.is_file():
+            if path.is_file() and path.name != UNFINISHED:  # which is gone when it has its name
                 value = self._known.get(path)
                 name = path.relative_to(directory).as_posix()
                 found[name] = f"{_checksum(path) if value is None else value:08x}"

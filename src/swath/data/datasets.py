@@ -16,10 +16,7 @@ no guess of the final size, and a full disk is an error, not a dead process.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
 import weakref
 from collections.abc import Mapping
@@ -34,6 +31,7 @@ from swath import __version__
 from swath.data.checksums import CHECKSUMS, Checksums, verify_files
 from swath.data.files import (
     ABOUT,
+    UNFINISHED,
     ColumnFile,
     Description,
     check_size,
@@ -44,10 +42,10 @@ from swath.data.files import (
 from swath.data.frames import check_fit, flat, frames_of
 from swath.data.ledger import LEDGER, read_stamps
 from swath.errors import ClosedError, UsageError
+from swath.system import lock_directory
 from swath.tree import Key, nest
 
 __all__ = [
-    "UNFINISHED",
     "DatasetWriter",
     "absolute",
     "claimed",
@@ -59,10 +57,6 @@ __all__ = [
     "verify_dataset",
     "write_about",
 ]
-
-
-UNFINISHED = "unfinished.json"
-"""What `swath.json` will say, while frames are written; see recovery.py."""
 
 
 class DatasetWriter:
@@ -96,11 +90,8 @@ class DatasetWriter:
         self._about = about
         self._columns: dict[Key, ColumnFile] = {}
         self._checksums = Checksums() if checksum else None
-        # Tells who would recover the dataset that its writer lives. The kernel lets go of it.
-        descriptor = os.open(partial_of(self.directory), os.O_RDONLY)
-        self._let_go = weakref.finalize(self, os.close, descriptor)
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Tells who would recover the dataset that its writer lives.
+        self._let_go = weakref.finalize(self, lock_directory(partial_of(self.directory)))
         self._closed = False
 
     @property
@@ -213,10 +204,11 @@ def partial_of(directory: Path) -> Path:
 
 def publish(directory: Path) -> None:
     """Give a directory that is whole its name."""
-    (partial_of(directory) / UNFINISHED).unlink(missing_ok=True)
     if directory.is_dir():
         directory.rmdir()  # it is empty; whatever has got in since is not overwritten
     partial_of(directory).rename(directory)
+    # Only now: whoever is killed before leaves something that can be recovered.
+    (directory / UNFINISHED).unlink(missing_ok=True)
 
 
 def load_dataset(directory: str | Path, *, verify: bool = False) -> TensorDict:

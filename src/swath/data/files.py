@@ -34,6 +34,7 @@ from swath.tree import Key, key_name
 __all__ = [
     "ABOUT",
     "META",
+    "UNFINISHED",
     "ColumnFile",
     "Description",
     "check_size",
@@ -47,6 +48,8 @@ __all__ = [
 
 ABOUT = "swath.json"
 """Where a dataset comes from."""
+UNFINISHED = "unfinished.json"
+"""What ABOUT will say, while frames are written; see recovery.py."""
 META = "meta.json"
 """What is in a folder, in the words of tensordict."""
 _END = ".memmap"

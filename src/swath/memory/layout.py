@@ -176,7 +176,8 @@ class Layout:
         """Refuse a key that others stand below, or that stands below another."""
         for other in self.places:
             short, long = sorted((key, other), key=len)
-            if long[: len(short)] == short:
+            # The key () is that of a replay buffer's rows, which are no entry of a batch.
+            if short and long[: len(short)] == short:
                 raise UsageError(
                     f"{key_name(short)} is to hold values, but {key_name(long)} stands below it. "
                     "Rename the observation, the policy output or the info entry that clashes: "
