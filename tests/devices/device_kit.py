@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+
 import gymnasium
 import numpy as np
 import torch
@@ -70,3 +73,15 @@ def assert_same(ours, theirs):
     for key, value in ours.items():
         assert value.dtype == theirs[key].dtype, key
         assert torch.equal(value, theirs[key]), key
+
+
+@contextlib.contextmanager
+def waiting_is_an_error():
+    """Raise where the host waits for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says, once, that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

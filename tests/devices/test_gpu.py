@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from device_kit import Remembering, Steps, Whole, assert_same, flat
+from device_kit import Remembering, Steps, Whole, assert_same, flat, waiting_is_an_error
 from torch import nn
 
 from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -112,13 +112,10 @@ def test_a_rollout_never_waits_for_the_device(options):
     with Collector(TorchCartPole(64, CUDA), policy, frames_per_batch=640, **options) as collector:
         collector.next()
         batch = collector.next()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             for _ in range(3):
                 batch = collector.next()
                 collector.update_policy_weights_()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert batch["collector", "policy_version"].unique().tolist() == [2]
 
 

@@ -62,8 +62,9 @@ class JaxEnv:
         self._reset = jax.jit(
             lambda keys, state, mask: _renewed(jax, reset, params, keys, state, mask)
         )
-        self._step = jax.jit(jax.vmap(lambda k, s, a: step(k, s, a, params)))
-        self._split = jax.jit(jax.vmap(lambda key: tuple(jax.random.split(key))))
+        self._step = jax.jit(
+            lambda keys, state, action: _stepped(jax, step, params, keys, state, action)
+        )
         self._first = jax.jit(jax.vmap(lambda key: reset(key, params)))
         self.seed(torch.randint(2**31, (num_envs,)))
 
@@ -79,18 +80,20 @@ class JaxEnv:
         """Start an episode in the envs of `mask`, bool `[N]` (None: all); observe all N."""
         if mask is None:
             mask = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        chosen = self._to_jax(mask)
-        self._keys, keys = self._split(self._keys)
         before = self._observation, self._state
-        self._observation, self._state = self._reset(keys, before, chosen)
+        self._keys, self._observation, self._state = self._reset(
+            self._keys, before, self._to_jax(mask)
+        )
         return self._to_torch(self._observation)
 
     def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Return observation, reward float32 `[N]`, terminated and truncated bool `[N]`."""
-        action = self._to_jax(action)
-        self._keys, keys = self._split(self._keys)
-        answer = self._step(keys, self._state, action)
-        self._observation, self._state, reward, done, info = answer
+        answer = self._step(self._keys, self._state, self._to_jax(action))
+        self._keys, self._observation, self._state, reward, done, info = answer
+        # Kept until JAX has been given its next step, as the observation is: that step waits for
+        # all that torch was to do before it. Without them JAX would write new values where torch,
+        # which reads in its own time, has not read the old ones yet.
+        self._lent = reward, done, info
         done = self._to_torch(done).to(torch.bool)
         cut = info.get("truncation") if isinstance(info, dict) else None
         truncated = torch.zeros_like(done) if cut is None else self._to_torch(cut).to(torch.bool)
@@ -101,8 +104,7 @@ class JaxEnv:
         if isinstance(tree, dict):
             return {name: self._to_jax(part) for name, part in tree.items()}
         # A copy: a tensor may be memory that is written again before JAX has read it, or begin
-        # where JAX cannot read. On a GPU this comes first in a step: what JAX does from here on
-        # waits for torch, which may not have read yet what it let go of since.
+        # where JAX cannot read.
         tensor = tree.detach().to(self.device).clone(memory_format=torch.contiguous_format)
         return self._jax.dlpack.from_dlpack(tensor)
 
@@ -118,11 +120,22 @@ class JaxEnv:
         return copy.copy(self)  # its arrays never change
 
 
+def _split(jax: Any, keys: Any) -> Any:
+    return jax.vmap(lambda key: tuple(jax.random.split(key)))(keys)
+
+
+def _stepped(jax: Any, step: Any, params: Any, keys: Any, state: Any, action: Any) -> Any:
+    """Return the next keys, and what the envs' steps return."""
+    following, keys = _split(jax, keys)
+    return following, *jax.vmap(lambda k, s, a: step(k, s, a, params))(keys, state, action)
+
+
 def _renewed(jax: Any, reset: Any, params: Any, keys: Any, before: Any, mask: Any) -> Any:
-    """Return observations and states in which the envs of `mask` have been reset."""
+    """Return the next keys, and observations and states in which the envs of `mask` are reset."""
+    following, keys = _split(jax, keys)
     fresh = jax.vmap(lambda key: reset(key, params))(keys)
 
     def chosen(new: Any, old: Any) -> Any:
         return jax.numpy.where(mask.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    return jax.tree.map(chosen, fresh, before)
+    return following, *jax.tree.map(chosen, fresh, before)
