@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 PYTEST := $(BIN)/python -m pytest --doctest-modules -n $(N) --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-all test-cluster test-in-process matrix coverage floor fuzz check bench \
-        examples docs dist changelog size clean
+        examples docs dist changelog shape clean
 
 run: $(VENV)/.run                       ## collect 200,000 frames of CartPole-v1 and print a summary
 	$(BIN)/swath collect CartPole-v1 --envs 8 --frames 200000
@@ -50,12 +50,12 @@ floor:                                  ## the floor of the coverage that was me
 	  echo "coverage: $$(cat .coverage.total) %"; \
 	else echo "coverage: not measured here; make coverage does"; fi
 
-check: $(VENV)/.dev                     ## lint, format, types, layers, size, floor of the coverage
+check: $(VENV)/.dev                     ## lint, format, types, layers, shape, floor of the coverage
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(MAKE) --no-print-directory size floor
+	$(MAKE) --no-print-directory shape floor
 
 bench: $(VENV)/.bench                   ## the comparison of the README; ARGS=--quick for a short one
 	$(BIN)/python -m bench $(ARGS)
@@ -75,9 +75,8 @@ dist: $(VENV)/.release                  ## wheel and sdist in dist/, checked, an
 changelog:                              ## move changes/ to CHANGELOG.md; VERSION=0.2.0
 	$(PYTHON) scripts/changelog.py $(VERSION)
 
-size:                                   ## lines of the package; a ceiling that is raised on purpose
-	@find src/swath -name '*.py' | xargs wc -l | awk '$$2 == "total" { print "src/swath: " $$1 " lines"; \
-	  if ($$1 > 29700) exit 1 }'
+shape: $(VENV)/.dev                     ## concepts and code lines of the package, beside their budgets
+	$(BIN)/python scripts/shape.py
 
 # One stamp per set of packages, made again when the declarations change.
 $(VENV)/pyvenv.cfg:
