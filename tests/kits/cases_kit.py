@@ -111,10 +111,15 @@ def _drawn_envs(r: random.Random, kinds: tuple[str, ...], workers: int) -> dict[
 
 def _drawn_teams(r: random.Random, workers: int) -> dict[str, Any]:
     lead = r.choice([(), (), (1,), (3,), (2, 2), (2, 1, 2)])
+    joined = r.choice(["alone", "alone", "list", "parallel"]) if workers == 1 else "alone"
+    if joined != "alone":
+        lead = lead[:1] if joined == "list" else ()
+    several = 1 if joined == "alone" else 2
     return {
         "kind": "torchrl",
+        "joined": joined,
         "lead": lead,
-        "counts": [math.prod(lead)] * workers,
+        "counts": [math.prod(lead) * several] * workers,
         "form": "teams",
         "action": r.choice(OF_TEAMS),
         "longest": r.choice([1, 2, 3, 5, 7, 7]),

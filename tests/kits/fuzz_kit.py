@@ -94,8 +94,10 @@ def envs_of(case: Case) -> Any:
     envs, kind, counts = case.envs, case.envs["kind"], case.counts
     if kind == "torchrl":
         one: Any = functools.partial(teams, envs)
+        if envs["joined"] == "list":
+            return [one] * 2
         if case.inline:
-            return one()
+            return one() if envs["joined"] == "alone" else ParallelEnv(2, one)
         return one if case.owner == "AsyncCollector" else [one] * len(counts)
     one = functools.partial(make_env, envs)
     if case.owner == "AsyncCollector":
@@ -216,7 +218,9 @@ def promises_of(case: Case) -> Promises:
     into_torchrl = get("replay_buffer") == "torchrl"
     lone_kinds = ("maker", "object", "gymenv")
     plain = case.inline and not (whole or get("split_trajs") or into_torchrl)
-    lead = envs.get("lead", () if envs["kind"] in lone_kinds else (case.counts[0],))
+    lead = () if envs["kind"] in lone_kinds else (case.counts[0],)
+    if envs.get("joined") == "alone":
+        lead = tuple(envs["lead"])
     ahead = get("collect_ahead") or get("preemptive_threshold") or get("replay_buffer")
     return Promises(
         form=envs["form"],
@@ -245,7 +249,7 @@ def promises_of(case: Case) -> Promises:
         info=bool(envs.get("info")),
         counted=get("max_frames_per_traj") is not None,
         skips=envs["kind"] in ("next", "stubborn"),
-        lead=tuple(lead) if plain else None,
+        lead=lead if plain else None,
         flags=envs.get("flags", "root"),
     )
 
