@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from swath.collectors.utils import restore_next
 
 pytest.importorskip("torchrl.envs")
 kit = pytest.importorskip("kits.torchrl_kit")
@@ -137,6 +138,45 @@ def test_whole_trajectories_of_envs_that_end_in_parts():
     assert len(ids.unique()) == 4
     last = torch.cat([ids[1:] != ids[:-1], torch.ones(1, dtype=torch.bool)])
     assert torch.equal(batch["next", "done"][:, 0], last)
+
+
+CUT = {
+    "split": {"split_trajs": True},
+    "whole": {"trajs_per_batch": 2},
+    "whole, end to end": {"trajs_per_batch": 2, "traj_format": "cat"},
+}
+
+
+@pytest.mark.parametrize("options", CUT.values(), ids=CUT)
+def test_agents_keep_their_dimension_in_trajectories(options):
+    def made():
+        env = kit.Teams((2,), parts=False)
+        return Collector(env, kit.teams_policy(), frames_per_batch=20, **options)
+
+    def check(batch):
+        for name, agents in kit.GROUPS.items():
+            for part in (batch[name], batch["next", name]):
+                assert part.batch_size == (*batch.batch_size, agents)
+
+    with made() as collector, made() as resumed:
+        check(collector.next())
+        resumed.load_state_dict(collector.state_dict())
+        check(resumed.next())
+        left = collector.partial()
+        if left is not None:
+            check(left)
+
+
+def test_agents_keep_their_dimension_where_only_next_observations_are_below_next():
+    with Collector(
+        kit.Teams((2,), parts=False), kit.teams_policy(), frames_per_batch=20, compact_obs=True
+    ) as collector:
+        batch = collector.next()
+    for name in kit.GROUPS:
+        batch["next"].pop(name, None)
+    whole = restore_next(batch)
+    for name, agents in kit.GROUPS.items():
+        assert whole["next", name].batch_size == (*batch.batch_size, agents)
 
 
 def test_envs_that_ended_in_parts_are_stepped_no_more_on_demand():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from model_kit import Model, Promises, Wrong, checksum
-from telling_kit import HistoryEnv, policy_of
+from telling_kit import COUNTING, HistoryEnv, policy_of
 
 from swath.collectors import Collector
 
@@ -22,6 +24,8 @@ PROMISES = Promises(
     seed=1,
     random=6,
     strict=True,
+    counted=True,
+    lead=(2,),
 )
 
 
@@ -70,6 +74,8 @@ CHANGES = {
     "told": functools.partial(change, "told", lambda value: value + 1),
     "order": swap_rows,
     "a lost row": cut_by_one,
+    "step count": functools.partial(change, "step_count", lambda value: value + 1),
+    "next step count": functools.partial(change, ("next", "step_count"), lambda value: value - 1),
 }
 
 
@@ -88,6 +94,56 @@ def test_any_change_of_a_row_is_noticed(batches, changed):
 def test_lost_and_doubled_batches_are_noticed(batches, order):
     with pytest.raises(Wrong):
         taken([batches[number] for number in order])
+
+
+def test_a_batch_of_another_shape_is_noticed(batches):
+    with pytest.raises(Wrong, match="the batch size is"):
+        taken([batches[0][:, None]])
+
+
+def test_episodes_that_nobody_tells_of_and_those_that_never_were_are_noticed(batches):
+    model = taken(batches)
+    told = [(value, length) for (value, length), n in model.ended.items() for _ in range(n)]
+    names = ("return", "length")
+    model.note_told(dict(zip(names, map(list, zip(*told, strict=True)), strict=True)))
+    with pytest.raises(Wrong, match="never were"):
+        model.note_told({"return": [0.25], "length": [2]})
+    with pytest.raises(Wrong, match="nobody tells of"):
+        taken(batches).note_told({"return": [], "length": []})
+
+
+def test_an_env_that_was_to_begin_anew_and_goes_on_is_noticed():
+    made = {"frames_per_batch": 2, "seed": 1}
+    with Collector([HistoryEnv] * 2, policy_of("module", "discrete", "numbers"), **made) as one:
+        batches = [one.next().clone() for _ in range(20)]
+    model = Model(replace(PROMISES, policy="module", limit=None, counted=False, random=0))
+    for batch in batches:
+        there = [n for n, at in model.lanes.items() if model.places[at].open]
+        if there:
+            model.note_reset(there[:1])
+            with pytest.raises(Wrong, match="it was to begin anew"):
+                model.take(batch)
+            return
+        model.take(batch)
+    raise AssertionError("no episode went on")
+
+
+COUNTS = {"as it is": 0, "one is left out": 1, "one comes twice": -1}
+
+
+@pytest.mark.parametrize("how", COUNTING)
+@pytest.mark.parametrize("shift", COUNTS.values(), ids=COUNTS)
+def test_a_policy_that_does_not_count_on_is_noticed(how, shift):
+    made = {"frames_per_batch": 12, "seed": 1}
+    policy = policy_of(how, "discrete", "numbers")
+    with Collector([HistoryEnv] * 2, policy, **made) as collector:
+        batches = [collector.next().clone() for _ in range(2)]
+    model = Model(replace(PROMISES, policy=how, limit=None, counted=False, random=0))
+    key = "count" if how == "private" else ("memory", "count")
+    batches[1][key] += shift
+    model.take(batches[0])
+    with pytest.raises(Wrong, match="of the policy") if shift else contextlib.nullcontext():
+        model.take(batches[1])
 
 
 def test_a_count_that_is_not_exact_is_noticed(batches):

@@ -65,7 +65,7 @@ def other(case: cases_kit.Case, name: str) -> cases_kit.Case:
 
 def collected(case: cases_kit.Case, seen: Counter[str]) -> dict[int, list[object]]:
     """Return the rows of each env."""
-    with fuzz_kit.deadline(40.0), fuzz_kit.Run(case, seen) as running:
+    with fuzz_kit.deadline(fuzz_kit.patience()), fuzz_kit.Run(case, seen) as running:
         for op in case.ops:
             running.do(op)
         batches = [batch for batch, _ in running.kept]

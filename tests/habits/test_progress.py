@@ -198,3 +198,21 @@ def test_a_pipe_that_is_gone_keeps_no_collector_from_its_end(monkeypatch):
     collector.shutdown()
     with pytest.raises(ClosedError):
         collector.next()
+
+
+def test_a_line_may_be_ended_by_another_thread_while_it_is_drawn(clock, monkeypatch):
+    lines, enders = [], []
+    monkeypatch.setattr(progress, "_write", lines.append)
+    bar = Bar(200_000)
+
+    def stats():
+        if enders:
+            enders.pop()()  # stands for shutdown() in the trainer's thread
+        return STATS
+
+    bar.update(stats)
+    enders.append(bar.close)
+    clock.now += 100
+    bar.update(stats)
+    assert lines
+    assert not enders

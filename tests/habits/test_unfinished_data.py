@@ -13,7 +13,7 @@ from swath.cli import main
 from swath.collectors import Collector
 from swath.data import DatasetWriter, load_dataset, recover_dataset
 from swath.envs import SerialEnv
-from swath.errors import UsageError
+from swath.errors import DamagedFileError, UsageError
 from swath.testing import CountingEnv, check_transitions
 
 WRITE = """
@@ -100,3 +100,23 @@ def test_what_is_not_finished_is_read_by_nobody(tmp_path, monkeypatch):
     unfinished(1)
     with pytest.raises(UsageError, match=r"it has no swath\.json"):
         load_dataset("data.partial")
+
+
+@pytest.mark.parametrize("name", ["action.memmap", "next"])
+def test_files_elsewhere_are_left_alone(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = unfinished(3) / name
+    found.rename("elsewhere")
+    found.symlink_to(Path("elsewhere").absolute())
+    inside = [path for path in Path("elsewhere").rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in inside or [Path("elsewhere")]}
+    with pytest.raises(UsageError, match=f"{found.name} is a link"):
+        recover_dataset("data")
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_column_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (unfinished(2) / "action.memmap").unlink()
+    with pytest.raises(DamagedFileError, match=r"action\.memmap is missing"):
+        recover_dataset("data")

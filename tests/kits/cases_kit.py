@@ -5,13 +5,15 @@ A case is drawn from its number alone, so that it can be run again and made smal
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import pprint
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from telling_kit import ACTIONS, FORMS
+from telling_kit import ACTIONS_OF_GYMNASIUM, COUNTING, OF_GYMNASIUM, OF_TEAMS
 
 __all__ = ["KNOWN", "Case", "drawn", "without_one"]
 
@@ -66,6 +68,8 @@ def without_one(case: Case) -> Iterator[Case]:
     if case.policy != "none":
         yield replace(case, policy="none")
     plain = {"form": "numbers", "action": "discrete", "time_limit": None, "reuses": False}
+    if case.envs["kind"] == "torchrl":
+        plain = {"action": "discrete", "flags": "root"}
     for name, value in plain.items():
         if case.envs.get(name, value) != value:
             yield replace(case, envs={**case.envs, name: value})
@@ -74,12 +78,17 @@ def without_one(case: Case) -> Iterator[Case]:
 # -- drawing cases --------------------------------------------------------------------------------
 
 _POLICIES = "none function module module noisy tensordict recurrent wrapped".split()
+_POLICIES += [*COUNTING]
+_TORCHRL = ("torchrl",) * (importlib.util.find_spec("torchrl") is not None)
 _SINGLE = ("maker", "object", "gymenv")
 _INLINE = (*_SINGLE, *"list serial serials next same disabled stubborn parallel".split())
+_INLINE += _TORCHRL * 3
 
 
 def _drawn_envs(r: random.Random, kinds: tuple[str, ...], workers: int) -> dict[str, Any]:
     kind = r.choice(kinds)
+    if kind == "torchrl":
+        return _drawn_teams(r, workers)
     count = 1 if kind in _SINGLE else r.randint(2, 5)
     counts = [count] * workers
     if workers > 1 and r.random() < 0.2:
@@ -89,14 +98,32 @@ def _drawn_envs(r: random.Random, kinds: tuple[str, ...], workers: int) -> dict[
     return {
         "kind": kind,
         "counts": counts,
-        "form": r.choice(["numbers"] * 4 + list(FORMS)),
-        "action": r.choice(["discrete"] * 4 + list(ACTIONS)),
+        "form": r.choice(["numbers"] * 4 + list(OF_GYMNASIUM)),
+        "action": r.choice(["discrete"] * 4 + list(ACTIONS_OF_GYMNASIUM)),
         "longest": r.choice([1, 2, 3, 5, 7, 7]),
         "time_limit": r.choice([None, None, None, 1, 2, 4]),
         # Gymnasium's vector env keeps the last observation as it is, and resets the env then.
         "reuses": r.random() < 0.2 and kind != "same",
         "info": kind in ("gymenv", "serial", "parallel") and r.random() < 0.3,
         "processes": r.choice([None, 1, 2]),
+    }
+
+
+def _drawn_teams(r: random.Random, workers: int) -> dict[str, Any]:
+    lead = r.choice([(), (), (1,), (3,), (2, 2), (2, 1, 2)])
+    joined = r.choice(["alone", "alone", "list", "parallel"]) if workers == 1 else "alone"
+    if joined != "alone":
+        lead = lead[:1] if joined == "list" else ()
+    several = 1 if joined == "alone" else 2
+    return {
+        "kind": "torchrl",
+        "joined": joined,
+        "lead": lead,
+        "counts": [math.prod(lead) * several] * workers,
+        "form": "teams",
+        "action": r.choice(OF_TEAMS),
+        "longest": r.choice([1, 2, 3, 5, 7, 7]),
+        "flags": r.choice(["root", "root", "agents", "both"]),
     }
 
 
@@ -118,7 +145,7 @@ _RARE: dict[str, tuple[float, Callable[[random.Random], Any]]] = {
     "postproc": (0.1, lambda r: "marked"),
     "pre_collect_hook": (0.1, lambda r: "nothing"),
     "post_collect_hook": (0.1, lambda r: "nothing"),
-    "replay_buffer": (0.1, lambda r: "kept"),
+    "replay_buffer": (0.15, lambda r: r.choice(["kept", *_TORCHRL])),
     "policy_factory": (0.1, lambda r: "made"),
     "create_env_kwargs": (0.1, lambda r: {"longest": r.randint(1, 7)}),
     "storing_device": (0.1, lambda r: "cpu"),
@@ -167,14 +194,26 @@ def _drawn_options(r: random.Random, owner: str, envs: dict[str, Any]) -> dict[s
             options[name] = drawn
     if "trajs_per_batch" in options and r.random() < 0.5:
         options["traj_format"] = "cat"
+    return _fitting(options, number)
+
+
+def _fitting(options: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return options that go with one another."""
     if options.get("on_worker_failure") == "restart":
         options["max_restarts"] = 50
+    if options.get("replay_buffer") != "torchrl":
+        return options
+    # A row of TorchRL's storages has a fixed length, and a table of last observations no place.
+    for name in ("total_frames", "preemptive_threshold", "split_trajs", "compact_obs"):
+        options.pop(name, None)
+    if isinstance(options["frames_per_batch"], list):
+        options["frames_per_batch"] = 4 * number
     return options
 
 
 def _drawn_op(r: random.Random, case: Case) -> tuple[Any, ...]:
     names = "next next next next iterate iterate reset set_seed rollout resume partial publish"
-    names += " publish pause len drop scribble"
+    names += " publish pause len drop scribble hold hold save episodes reset_some"
     if case.get("on_worker_failure") == "restart":
         names += " kill kill kill"
     if case.inline:
@@ -184,6 +223,10 @@ def _drawn_op(r: random.Random, case: Case) -> tuple[Any, ...]:
     arguments: dict[str, tuple[Any, ...]] = {
         "next": (r.randint(1, 4),),
         "iterate": (r.randint(1, 3),),
+        "hold": (r.randrange(10**6),),
+        "reset_some": (
+            r.randrange(1, 2 ** (sum(case.counts) if case.inline else len(case.counts))),
+        ),
         "set_seed": (r.randint(20_000, 10**9),),
         "resume": (r.choice(["same", "fresh", "begun"]), r.randint(1, 4), r.random() < 0.3),
         "publish": (r.choice(["own", "module", "state_dict"]), workers, r.random() < 0.3),
@@ -202,7 +245,8 @@ def drawn(owners: tuple[str, ...], number: int) -> Case:
     elif owner == "AsyncCollector":
         envs = _drawn_envs(r, ("maker", "list"), 1)
     else:
-        envs = _drawn_envs(r, ("maker", "listed", "serial"), r.randint(1, 3))
+        kinds = ("maker", "listed", "serial") * 2 + _TORCHRL  # whose workers import it first
+        envs = _drawn_envs(r, kinds, r.randint(1, 3))
     case = Case(owner, envs, r.choice(_POLICIES), _drawn_options(r, owner, envs), [], number)
     if case.policy == "none":
         case.options.pop("policy_factory", None)

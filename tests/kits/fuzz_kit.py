@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import os
+import pickle
 import re
 import signal
 import threading
@@ -18,18 +19,20 @@ from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from cases_kit import Case
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from model_kit import Model, Promises, Wrong, by_env, checksum, demand, difference
-from telling_kit import FUSE, HistoryEnv, learner_of, policy_of
+from telling_kit import FORMS, FUSE, HistoryEnv, learner_of, policy_of
+from tensordict import TensorDict
 
 from swath.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from swath.collectors.utils import restore_next
 from swath.envs import GymEnv, ParallelEnv, SerialEnv
 from swath.errors import ClosedError, EnvError, UsageError
 
-__all__ = ["Hangs", "Run", "built", "deadline", "run", "sentence_of"]
+__all__ = ["Hangs", "Run", "built", "deadline", "patience", "run", "sentence_of"]
 
 _PATIENCE = 40.0
 """Seconds after which a case is said to hang; on a loaded machine a worker takes its time."""
@@ -75,12 +78,27 @@ def _info(envs: dict[str, Any]) -> dict[str, Any]:
     return {"info_keys": ["hash"]} if envs.get("info") else {}
 
 
+def teams(envs: dict[str, Any], longest: int | None = None) -> Any:
+    """Return one of TorchRL's envs."""
+    from teams_kit import HistoryTeams
+
+    longest = envs["longest"] if longest is None else longest
+    return HistoryTeams(tuple(envs["lead"]), envs["action"], longest, envs["flags"])
+
+
 _MODES = {"next": "NEXT_STEP", "same": "SAME_STEP", "disabled": "DISABLED"}
 
 
 def envs_of(case: Case) -> Any:
     """Return what the collector of a case takes as envs."""
     envs, kind, counts = case.envs, case.envs["kind"], case.counts
+    if kind == "torchrl":
+        one: Any = functools.partial(teams, envs)
+        if envs["joined"] == "list":
+            return [one] * 2
+        if case.inline:
+            return one() if envs["joined"] == "alone" else ParallelEnv(2, one)
+        return one if case.owner == "AsyncCollector" else [one] * len(counts)
     one = functools.partial(make_env, envs)
     if case.owner == "AsyncCollector":
         return one if kind == "maker" else [one] * counts[0]
@@ -115,8 +133,39 @@ class Kept:
     def __init__(self) -> None:
         self.batches: list[Any] = []
 
+    def take(self) -> Any:
+        """Return the newest batch."""
+        return self.batches.pop()
+
     def extend(self, batch: Any) -> None:
         self.batches.append(batch)
+
+
+def kept_by_torchrl() -> Any:
+    """Return a buffer of TorchRL's that says what has come since it was asked last."""
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+    class Theirs(ReplayBuffer):
+        """Reads what is stored back."""
+
+        def __init__(self) -> None:
+            super().__init__(storage=LazyTensorStorage(3_000), batch_size=1)
+            self.seen = 0
+
+        @property
+        def batches(self) -> list[Any]:
+            """The rows since the last call of `take`, as one batch."""
+            return [] if len(self) == self.seen else [None]
+
+        def take(self) -> Any:
+            """Return the rows that came since the last call."""
+            rows, self.seen = self[:][self.seen :].clone(), len(self)
+            if rows.batch_dims == 1:
+                rows = rows[None]
+            rows.names = [*[None] * (rows.batch_dims - 1), "time"]
+            return rows
+
+    return Theirs()
 
 
 def marked(batch: Any) -> Any:
@@ -128,7 +177,12 @@ def nothing(*_: Any) -> None:
     """Do nothing: a hook."""
 
 
-_STANDINS = {"kept": Kept, "marked": lambda: marked, "nothing": lambda: nothing}
+_STANDINS = {
+    "kept": Kept,
+    "torchrl": kept_by_torchrl,
+    "marked": lambda: marked,
+    "nothing": lambda: nothing,
+}
 
 
 def collector_class(name: str) -> Any:
@@ -161,6 +215,12 @@ def promises_of(case: Case) -> Promises:
     limits = [one for one in (get("max_frames_per_traj"), envs.get("time_limit")) if one]
     lone = case.sync and max(case.counts) == 1
     whole = get("trajs_per_batch")
+    into_torchrl = get("replay_buffer") == "torchrl"
+    lone_kinds = ("maker", "object", "gymenv")
+    plain = case.inline and not (whole or get("split_trajs") or into_torchrl)
+    lead = () if envs["kind"] in lone_kinds else (case.counts[0],)
+    if envs.get("joined") == "alone":
+        lead = tuple(envs["lead"])
     ahead = get("collect_ahead") or get("preemptive_threshold") or get("replay_buffer")
     return Promises(
         form=envs["form"],
@@ -176,16 +236,21 @@ def promises_of(case: Case) -> Promises:
         marks=bool(get("set_truncated")),
         renews=bool(get("reset_when_done")),
         whole=whole,
-        padded=whole is not None and get("traj_format") != "cat",
+        padded=whole is not None and get("traj_format") != "cat" and not into_torchrl,
         split=bool(get("split_trajs")),
         mixes=get("cat_results") == -1
         or (get("cat_results") == 0 and lone)
-        or get("traj_format") == "cat",
+        or get("traj_format") == "cat"
+        or into_torchrl,
         strict=(case.inline or case.sync) and not ahead and whole is None,
         max_lag=get("max_lag") if get("update_at_each_batch") else None,
         total=get("total_frames"),
         restarts=get("on_worker_failure") == "restart",
         info=bool(envs.get("info")),
+        counted=get("max_frames_per_traj") is not None,
+        skips=envs["kind"] in ("next", "stubborn"),
+        lead=lead if plain else None,
+        flags=envs.get("flags", "root"),
     )
 
 
@@ -218,6 +283,32 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+_PARTS: list[Any] = [
+    lambda value: value,
+    lambda value: value[..., :1],
+    lambda value: value.flatten()[-1:],
+    lambda value: value.numpy(),
+    lambda value: value.numpy()[..., -1:],
+    lambda value: value.unsqueeze(0).transpose(0, -1),
+    lambda value: memoryview(value.numpy()),
+    lambda value: value.detach(),
+    lambda value: value.view(torch.uint8) if value.dtype == torch.bool else value.T,
+    lambda value: TensorDict({"held": value}, value.shape[:1])[:1],
+]
+"""What may be kept of a tensor."""
+
+
+def _bytes_of(part: Any) -> bytes:
+    if isinstance(part, TensorDict):
+        part = part["held"]
+    array = part.contiguous().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
+    return array.tobytes()
+
+
+def _is_tensor(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor)
+
+
 class Run:
     """A case under way."""
 
@@ -225,6 +316,8 @@ class Run:
         self.case, self.seen, self.ended = case, seen, False
         self.model = Model(promises_of(case))
         self.kept: list[tuple[Any, int]] = []
+        self.held: list[tuple[Any, bytes]] = []
+        """Parts of batches that nobody has any more, and what they were."""
         self.timers: list[threading.Timer] = []
         self.collector, policy = built(case)
         self._use(policy)
@@ -249,14 +342,15 @@ class Run:
         """Check a batch and keep it."""
         if self.buffer is not None and source == "next":
             demand(batch is None, "a batch was delivered beside the replay buffer")
-            batch = self.buffer.batches.pop()
+            batch = self.buffer.take()
         if "seen" in batch.keys() or (self.case.get("postproc") and source == "next"):
             demand(bool((batch["seen"] == 1).all()), "postproc was not called")
             batch = batch.exclude("seen")
         self.model.note_version(self.collector.policy_version, self._value())
         whole = batch
         if self.case.get("compact_obs"):
-            demand(("next", "observation") not in batch.keys(True), "next observations are there")
+            keys = [("next", *key) for key in FORMS[self.case.envs["form"]].keys]
+            demand(not set(keys) & set(batch.keys(True)), "next observations are there")
             whole = restore_next(batch)
         self.seen["frames"] += self.model.take(whole, source)
         self.kept.append((batch, checksum(batch)))
@@ -347,12 +441,55 @@ class Run:
             root = failure.__cause__ if isinstance(failure, EnvError) else failure
             demand(isinstance(root, error), f"{type(root)} is raised")
             self.do_partial(failed=True)
-            self.model.note_reset()
+            self.model.note_failure()
         FUSE.clear()
 
     def do_reset(self) -> None:
         self.collector.reset()
         self.model.note_reset()
+
+    def do_reset_some(self, flags: int) -> None:
+        """Let some envs, or the envs of some workers, begin new episodes."""
+        inline = self.case.inline
+        count = sum(self.case.counts) if inline else len(self.case.counts)
+        which = [n for n in range(count) if flags >> n & 1]
+        if inline:
+            self.collector.reset(which)
+        else:
+            self.collector.reset(which if len(which) > 1 else which[0])
+        self.model.note_reset(which if inline else range(0), forgets=not inline)
+
+    def do_episodes(self) -> None:
+        self.model.note_told(self.collector.take_episodes())
+
+    def do_hold(self, number: int) -> None:
+        """Keep a part of one batch, and let go of all else."""
+        self._check_kept()
+        batches, self.kept = [batch for batch, _ in self.kept], []
+        if not batches:
+            return
+        batch = batches[number % len(batches)]
+        fields = sorted(batch.items(True, True), key=lambda pair: str(pair[0]))
+        fields = [value for _, value in fields if isinstance(value, torch.Tensor)]
+        value = fields[number // 7 % len(fields)]
+        part = _PARTS[number // 3 % len(_PARTS)](value)
+        self.held.append((part, _bytes_of(part)))
+
+    def do_save(self) -> None:
+        """Save a batch and pickle it: the same comes back, and little else was written."""
+        batch = self.kept[-1][0] if self.kept else None
+        if batch is None:
+            return
+        file = io.BytesIO()
+        torch.save(batch, file)
+        parcel = pickle.dumps(batch)
+        payload = sum(value.nbytes for value in batch.values(True, True, is_leaf=_is_tensor))
+        room = 4 * payload + 60_000  # a shorter rollout is written with the memory of a whole one
+        demand(len(parcel) <= room and file.tell() <= room, f"{len(parcel)} bytes of {payload}")
+        file.seek(0)
+        for again in (torch.load(file, weights_only=False), pickle.loads(parcel)):
+            found = difference(batch, again)
+            demand(not found, f"a batch that was saved differs in {found}")
 
     def do_set_seed(self, seed: int) -> None:
         demand(self.collector.set_seed(seed) == seed, "set_seed() returns something else")
@@ -471,14 +608,21 @@ class Run:
     def _check_kept(self) -> None:
         for number, (batch, told) in enumerate(self.kept):
             demand(checksum(batch) == told, f"batch {number} changed after it was delivered")
+        for number, (part, told) in enumerate(self.held):
+            demand(_bytes_of(part) == told, f"part {number} changed after its batch was delivered")
 
 
-def run(case: Case, seen: Counter[str], patience: float = _PATIENCE) -> str:
+def patience() -> float:
+    """Return the seconds that a case may take, more where many processes share the cores."""
+    return _PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def run(case: Case, seen: Counter[str], seconds: float | None = None) -> str:
     """Run a case; return the sentence with which it is refused, or nothing.
 
     Any other exception than a `UsageError` of the constructor is a fault.
     """
-    with warnings.catch_warnings(), deadline(patience):
+    with warnings.catch_warnings(), deadline(seconds or patience()):
         warnings.simplefilter("ignore")
         try:
             running = Run(case, seen)

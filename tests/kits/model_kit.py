@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from telling_kit import (
     ACTIONS,
+    COUNTING,
+    FLAGS,
     action_for,
     actions_of,
     columns_of,
@@ -36,7 +38,6 @@ __all__ = ["Model", "Promises", "Wrong", "by_env", "checksum", "difference"]
 
 MASK = ("collector", "mask")
 FINAL = ("collector", "final")  # of a compact batch: where padding points nowhere, with -1
-_FLAGS = ("terminated", "truncated", "done")
 
 
 class Wrong(AssertionError):
@@ -81,6 +82,14 @@ class Promises:
     info: bool = False
     shared: bool = True
     """Policy and learner are one object."""
+    counted: bool = False
+    """Batches say which step of its trajectory a frame is."""
+    skips: bool = False
+    """A reset may take a row that is no frame, and the policy is asked there, too."""
+    lead: tuple[int, ...] | None = None
+    """The batch dimensions before time, where that is plain."""
+    flags: str = "root"
+    """Where the env has flags: at the root, for its agents only, or both."""
 
 
 class Row(NamedTuple):
@@ -119,6 +128,16 @@ class Place:
     """The episode goes on."""
     jumps: bool = False
     """It may begin a new episode, though the last one has not ended."""
+    must: bool = False
+    """It has to."""
+    gained: float | None = 0.0
+    """The sum of the rewards of the episode so far; None if not all of them are known."""
+    calls: int = 0
+    """How often the policy had been asked for this env, as it counts that itself."""
+    forgets: bool = False
+    """The policy may have begun to count anew."""
+    failures: int = 0
+    """How many failures there had been; each may have cost a row that the policy was asked for."""
 
 
 @dataclass
@@ -144,6 +163,13 @@ class Model:
     resets: bool = False
     exact: bool = True
     """Nothing that was counted was thrown away."""
+    lanes: dict[int, int] = field(default_factory=dict)
+    """The stamp of the env in each lane, where that is plain."""
+    failures: int = 0
+    ended: Counter[tuple[float, int]] = field(default_factory=Counter)
+    """Return and length of the episodes that have ended in what was delivered."""
+    told: Counter[tuple[float, int]] = field(default_factory=Counter)
+    """The same of those that the collector has told of."""
 
     def __post_init__(self) -> None:
         """Begin."""
@@ -163,22 +189,44 @@ class Model:
             self.published[number] = value
         self.newest = version
 
-    def note_reset(self) -> None:
+    def note_reset(self, lanes: Iterable[int] | None = None, forgets: bool = True) -> None:
+        """Take note that the envs of these lanes begin new episodes; of all, by default."""
         self.resets = True
-        for place in self.places.values():
+        every = lanes is None or not self.lanes
+        cut = self.places if every else {self.lanes[lane] for lane in lanes or ()}
+        for place in (self.places[stamp] for stamp in cut if stamp in self.places):
             place.jumps = True
+            place.must = self.promises.inline and (lanes is None or not every)
+            place.forgets = place.forgets or forgets
         if self.promises.whole is not None:
             self.exact = False  # open trajectories were thrown away
 
+    def note_failure(self) -> None:
+        """Take note that a rollout was broken off, of which the whole steps were delivered."""
+        self.note_reset(forgets=False)
+        self.failures += 1
+
+    def note_told(self, episodes: dict[str, list[Any]]) -> None:
+        """Check the episodes that the collector tells of against those that were delivered."""
+        self.told.update(zip(episodes["return"], episodes["length"], strict=True))
+        missing = self.ended - self.told
+        demand(not missing or not self.exact, f"episodes that nobody tells of: {missing}")
+        if self.promises.inline and self.promises.whole is None and self.exact:
+            more = self.told - self.ended
+            demand(not more, f"episodes that never were: {more}")
+
     def note_seed(self, seed: int) -> None:
         self.note_reset()
-        self.places.clear(), self.ids.clear()
+        self.places.clear(), self.ids.clear(), self.lanes.clear()
         self.life += 1
         self._expect_stamps(seed)
         self.exact = self.exact and self.promises.inline
 
     def _expect_stamps(self, seed: int) -> None:
-        fixed = not self.promises.restarts and (self.promises.whole is None or not self.life)
+        own = self.promises.form != "teams"  # TorchRL's envs make the others' seeds of the first
+        fixed = (
+            own and not self.promises.restarts and (self.promises.whole is None or not self.life)
+        )
         many = range(self.promises.num_envs)
         self.stamps = {env_seed(seed, i) for i in many} if fixed else None
 
@@ -188,6 +236,8 @@ class Model:
         """Check a batch, and return its frames."""
         rows = self._rows(batch)
         self._check_form(batch, rows, source)
+        if self.promises.lead is not None and source != "partial":
+            self.lanes.update((row.lane, row.stamp) for row in rows)
         if source != "partial" or self.promises.whole is None:
             self._check_lanes(rows)
         last = {row.stamp: (row.episode, row.step) for row in sorted(rows, key=_time)}
@@ -212,9 +262,11 @@ class Model:
         here, there = read(p.form, batch), read(p.form, batch, "next")
         actions = actions_of(p.action, batch)
         keys = set(batch.keys(True, True))
-        reward = columns_of(batch, "next", "reward")[:, 0].tolist()
-        flags = [columns_of(batch, "next", name)[:, 0].tolist() for name in _FLAGS]
-        earlier = np.any([columns_of(batch, name)[:, 0] for name in _FLAGS], 0).tolist()
+        reward = sum(
+            columns_of(batch, *key).reshape(len(actions), -1).sum(1) for key in _rewards(p.form)
+        ).tolist()
+        flags = [columns_of(batch, "next", name)[:, 0].tolist() for name in FLAGS]
+        earlier = np.any([columns_of(batch, name)[:, 0] for name in FLAGS], 0).tolist()
         ids = columns_of(batch, "collector", "traj_ids").tolist()
         versions = columns_of(batch, "collector", "policy_version").tolist()
         marked = ("collector", "random") in keys
@@ -235,7 +287,7 @@ class Model:
                 ids[n],
                 versions[n],
                 random[n],
-                {name[-1] if name[0] != "next" else name: v[n] for name, v in named.items()},
+                {_named(name): v[n] for name, v in named.items()},
             )
             for n in np.flatnonzero(valid).tolist()
         ]
@@ -245,8 +297,10 @@ class Model:
         told = keys - {MASK} if source == "partial" else keys  # a step may be there for some envs
         before = self.keys.setdefault(source, told)
         demand(before == told, f"keys differ: {sorted(before ^ told, key=str)}")
-        demand(batch["next", "reward"].dtype == torch.float32, "reward is not float32")
-        for name in _FLAGS:
+        rewards = [batch[key].dtype for key in _rewards(self.promises.form)]
+        demand(set(rewards) == {torch.float32}, "a reward is not float32")
+        self._check_lead(batch, source)
+        for name in FLAGS:
             both = batch[name], batch["next", name]
             demand(all(one.dtype == torch.bool for one in both), f"{name} is not bool")
             demand(all(one.shape == (*batch.shape, 1) for one in both), f"shape of {name}")
@@ -258,6 +312,24 @@ class Model:
                 blank = value[~mask] + 1 if key == FINAL else value[~mask]
                 demand(not blank.any(), f"padding of {key} is not zero")
             demand(bool(mask.any(-1).all()) or not rows, "a trajectory without frames")
+
+    def _check_lead(self, batch: TensorDictBase, source: str) -> None:
+        """Check the batch dimensions, and what is there for each agent."""
+        p = self.promises
+        if p.lead is not None and source != "partial":
+            demand(batch.shape[:-1] == p.lead, f"the batch size is {batch.shape}, not {p.lead}")
+        if p.form != "teams":
+            return
+        team = (*batch.shape, 2)
+        demand(batch["next", "agents"].batch_size == team, "batch size of the agents")
+        valid = batch.get(MASK, torch.ones(batch.shape, dtype=torch.bool))
+        for name in FLAGS:
+            there = ("agents", name) in batch.keys(True)
+            demand(there == (p.flags != "root"), f"agents have {name}: {there}")
+            for below in ((), ("next",)) if there else ():
+                own, whole = batch[(*below, "agents", name)], batch[(*below, name)]
+                alike = own == whole[..., None, :]
+                demand(bool(alike[valid].all()), f"{below} {name}: the agents' differ")
 
     def _check_lanes(self, rows: list[Row]) -> None:
         for a, b in itertools.pairwise(rows):
@@ -276,6 +348,11 @@ class Model:
         if self.promises.info:
             info = float(row.extras["next", "info", "hash"])
             demand(info == hashed, f"{row}: info is {info}, {hashed} was expected")
+        counts = row.extras.get("step_count"), row.extras.get(("next", "step_count"))
+        demand((counts[0] is not None) == self.promises.counted, f"{row}: step_count {counts}")
+        if self.promises.counted:
+            right = (counts[0] == row.step).all() and (counts[1] == row.step + 1).all()
+            demand(bool(right), f"{row}: step_count is {counts}")
         if self.stamps is not None:
             demand(row.stamp in self.stamps, f"{row}: the env has another seed than it should")
 
@@ -327,6 +404,8 @@ class Model:
         if place is None:
             held = source == "partial" or self.life > 0
             demand(row.step == 0 or held, f"{row}: the first frame of this env")
+        elif place.must and (row.step or row.episode <= place.episode):
+            raise Wrong(f"{row}: it was to begin anew after episode {place.episode}")
         elif place.open and (row.episode, row.step) == (place.episode, place.step + 1):
             demand(row.hash == place.hash, f"{row}: the history is another one")
             demand(row.id == place.id, f"{row}: id {place.id} until now")
@@ -335,7 +414,46 @@ class Model:
             jumps = False
         self._check_id(row)
         done = row.flags[2] and (p.cuts or not p.marks or self._really_ends(row))
-        self.places[row.stamp] = Place(row.episode, row.step, row.there[3], row.id, not done, jumps)
+        calls, forgets = self._check_calls(row, place, source)
+        gained = self._gained(row, place)
+        if done and gained is not None:
+            self.ended[gained, row.step + 1] += 1
+        self.places[row.stamp] = Place(
+            row.episode,
+            row.step,
+            row.there[3],
+            row.id,
+            not done,
+            jumps,
+            gained=gained,
+            calls=calls,
+            forgets=forgets,
+            failures=self.failures,
+        )
+
+    def _gained(self, row: Row, place: Place | None) -> float | None:
+        if row.step == 0:
+            return row.reward
+        known = place is not None and place.episode == row.episode and place.gained is not None
+        return place.gained + row.reward if known else None
+
+    def _check_calls(self, row: Row, place: Place | None, source: str) -> tuple[int, bool]:
+        """Check that the policy has counted on since the last frame; return that, and whether it
+        may still begin anew."""
+        if self.promises.policy not in COUNTING:
+            return 0, False
+        calls = int(row.extras["count"])
+        p, ahead = self.promises, not self.promises.inline
+        lost = self.failures - (0 if place is None else place.failures)
+        lost += p.skips and row.step == 0 and place is not None
+        wanted = {1 + n for n in range(lost + 1)}
+        forgets = place is not None and place.forgets
+        if place is not None and (not forgets or ahead):
+            later = {place.calls + 1 + n for n in range(lost + 1)}
+            wanted = wanted | later if forgets else later
+        known = place is not None or not (source == "partial" or self.life or self.resets)
+        demand(calls in wanted or not known, f"{row}: call {calls} of the policy, not {wanted}")
+        return calls, forgets and ahead and calls > 1
 
     def _follow_trail(self, row: Row, source: str) -> None:
         """Check that a frame comes once, fits those beside it, and that no episode is left out."""
@@ -348,6 +466,9 @@ class Model:
         before, after = steps.get(row.step - 1), steps.get(row.step + 1)
         demand(before is None or before.there[3] == row.hash, f"{row}: the history is another one")
         demand(after is None or after.hash == row.there[3], f"{row}: the history is another one")
+        if p.policy in COUNTING and before is not None:
+            calls = int(before.extras["count"]), int(row.extras["count"])
+            demand(calls[1] == calls[0] + 1, f"{row}: calls {calls} of the policy")
         steps[row.step] = row
         self._check_id(row)
 
@@ -406,6 +527,7 @@ class Model:
             demand(steps == list(range(len(steps))), f"id {traj_id}: not whole: {steps}")
             ends = [row.flags[2] for row in parts]
             demand(ends == [False] * (len(ends) - 1) + [True], f"id {traj_id}: ends at {ends}")
+            self.ended[sum(row.reward for row in parts), len(parts)] += 1
 
     # -- counts ---------------------------------------------------------------------------------
 
@@ -430,8 +552,24 @@ def _time(row: Row) -> tuple[int, int, int]:
 
 def _extras(keys: Iterable[Any]) -> list[tuple[str, ...]]:
     known = {("told",), ("log_prob",), ("noise",), ("policy_state",), ("next", "policy_state")}
+    known |= {("count",), ("memory", "count"), ("next", "info", "hash")}
+    known |= {(*below, "step_count") for below in ((), ("next",), ("agents",), ("next", "agents"))}
     named = {key if isinstance(key, tuple) else (key,) for key in keys}
-    return sorted(named & (known | {("next", "info", "hash")}))
+    return sorted(named & known)
+
+
+def _named(key: tuple[str, ...]) -> Any:
+    """Return what the model calls an entry: by its last name, and below `next` with that."""
+    if "info" in key:
+        return key
+    return ("next", key[-1]) if key[0] == "next" else key[-1]
+
+
+def _rewards(form: str) -> list[tuple[str, ...]]:
+    """Return the keys of all rewards."""
+    if form == "teams":
+        return [("next", "bonus"), ("next", "agents", "reward")]
+    return [("next", "reward")]
 
 
 _actions: dict[tuple[str, int], tuple[float, ...]] = {}

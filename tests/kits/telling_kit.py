@@ -119,9 +119,22 @@ FORMS = {
 }
 
 
+OF_GYMNASIUM = tuple(FORMS)
+# That of `teams_kit.HistoryTeams`, where each of two agents sees a half of the hash.
+FORMS["teams"] = Form(
+    spaces.Dict(),
+    [("agents", "where"), ("agents", "hash")],
+    lambda n: n,
+    lambda leaves: np.concatenate([leaves[0][:, 0], _wide(leaves[1])], -1),
+    lambda leaves: leaves[0][..., 0, 2],
+)
+
+
 def leaves_of(observation: Any) -> list[Tensor]:
     """Return the leaves of what a policy is given, in the order of the form's keys."""
     if isinstance(observation, dict):
+        if "agents" in observation:
+            return [observation["agents"]["where"], observation["agents"]["hash"]]
         return [observation["where"], observation["more"]["hash"]]
     return list(observation) if isinstance(observation, tuple) else [observation]
 
@@ -172,6 +185,16 @@ ACTIONS = {
 }
 
 
+ACTIONS_OF_GYMNASIUM = tuple(ACTIONS)
+# That of `teams_kit.HistoryTeams`: a number for each agent.
+ACTIONS["agents"] = Acting(
+    spaces.MultiDiscrete([103, 103]),
+    [("agents", "action")],
+    lambda v: [torch.stack([v % 101, v % 103], -1)],
+)
+OF_TEAMS = ("discrete", "box", "agents")
+
+
 def action_for(kind: str, number: Tensor) -> Any:
     """Return the action of this kind that tells a number."""
     leaves = ACTIONS[kind].leaves(number)
@@ -200,7 +223,11 @@ FUSE: list[tuple[int, type[BaseException]]] = []
 """After how many calls an env of this process fails, with what; empty for never."""
 
 
-def _burn() -> None:
+FLAGS = ("terminated", "truncated", "done")
+
+
+def burn() -> None:
+    """Fail if it is time to."""
     if FUSE:
         left, error = FUSE.pop()
         if left == 0:
@@ -235,7 +262,7 @@ class HistoryEnv(gym.Env[Any, Any]):
         self._kept: Any = None
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        _burn()
+        burn()
         if seed is not None:
             self.stamp, self.episode = seed, -1
         self.episode, self.count = self.episode + 1, 0
@@ -244,7 +271,7 @@ class HistoryEnv(gym.Env[Any, Any]):
         return self._observe(), {"hash": float(self.hash)}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        _burn()
+        burn()
         if not 0 <= self.count < self.length:
             raise RuntimeError(f"step() at {self.count} of {self.length}: nobody called reset().")
         if not self.action_space.contains(action):
@@ -313,6 +340,45 @@ class Remembering(Telling):
         return told.pop("action"), told, state + 1
 
 
+class Counting(Telling):
+    """Takes a TensorDict, in which it counts its own calls, env by env.
+
+    Args:
+        action: Kind of the actions.
+        form: Of the observations.
+        how: It writes into what it is given; "private" counts at a key with a leading `_`, "apart"
+            answers with a TensorDict of its own, "shared" changes in place what it wrote before.
+    """
+
+    def __init__(self, action: str, form: str, how: str) -> None:
+        super().__init__(action, form)
+        self.how = how
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        told = self.told([td[key] for key in FORMS[self.form].keys])
+        step = FORMS[self.form].step([td[key] for key in FORMS[self.form].keys])
+        key = "_count" if self.how == "private" else ("memory", "count")
+        count = td.get(key, None)
+        if count is None:
+            count = torch.zeros_like(step)
+        count = count.add_(1) if self.how == "shared" else count + 1
+        answer = td.empty() if self.how == "apart" else td
+        for name in ("told", "log_prob"):
+            answer[name] = told[name]
+        answer[key] = count
+        if self.how == "private":
+            answer["count"] = count
+        action = told["action"]
+        leaves = list(action.values()) if isinstance(action, dict) else [action]
+        for name, leaf in zip(ACTIONS[self.action].keys, leaves, strict=True):
+            answer[name] = leaf
+        return answer
+
+
+COUNTING = ("counting", "private", "apart", "shared")
+"""Policies that count their calls: how the count is kept."""
+
+
 class Stepwise:
     """No module; its actions tell the step."""
 
@@ -325,7 +391,10 @@ class Stepwise:
 
 
 def policy_of(kind: str, action: str, form: str) -> Any:
-    """Return a policy: none, function, module, noisy, tensordict, recurrent, wrapped."""
+    """Return a policy: none, function, module, noisy, tensordict, recurrent, wrapped, or one that
+    counts."""
+    if kind in COUNTING:
+        return Counting(action, form, kind)
     if kind == "none":
         return None
     if kind == "function":

@@ -49,8 +49,9 @@ def flatten(batch: TensorDictBase) -> Flat:
     """
     flat = {}
     for key, value in batch.items(True, True):
-        whole = value.detach().cpu()
-        if whole.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
+        whole = value.detach().cpu().resolve_conj().resolve_neg()
+        length = whole.untyped_storage().nbytes()
+        if whole.storage_offset() or length != whole.numel() * whole.itemsize:
             whole = whole.clone(memory_format=torch.contiguous_format)
         storage, form = whole.untyped_storage(), (whole.dtype, whole.shape, whole.stride())
         flat[key] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy(), form

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from swath.data.datasets import absolute, partial_of, publish, write_about
-from swath.data.files import ABOUT, UNFINISHED, read_columns, read_json, write_meta
+from swath.data.files import ABOUT, UNFINISHED, check_size, read_columns, read_json, write_meta
 from swath.errors import UsageError
 from swath.system import lock_directory
 
@@ -46,13 +46,13 @@ def recover_dataset(directory: str | Path) -> int:
 
 def _recovered(path: Path) -> int:
     partial = partial_of(path)
+    _refuse_links(partial)
     about, columns = read_json(partial / UNFINISHED), read_columns(partial)
+    for column in columns.values():
+        check_size(column.path)
     # The killed writer may have appended to some columns only.
-    frames = min(
-        os.stat(column.path).st_size // column.nbytes(1)
-        for column in columns.values()
-        if column.nbytes(1)
-    )
+    sizes = [(column.path.stat().st_size, column.nbytes(1)) for column in columns.values()]
+    frames = min((size // each for size, each in sizes if each), default=0)
     if not frames:
         raise UsageError(f"{partial} has no whole frame: there is nothing to recover.")
     for column in columns.values():
@@ -61,3 +61,13 @@ def _recovered(path: Path) -> int:
     write_about(partial, {**about, "frames": frames})
     publish(path)
     return frames
+
+
+def _refuse_links(directory: Path) -> None:
+    """Refuse links, which no writer makes: what they lead to would be cut."""
+    for folder, below, files in os.walk(directory):
+        for path in (Path(folder) / name for name in (*below, *files)):
+            if path.is_symlink():
+                raise UsageError(
+                    f"{path} is a link, and recovering cuts files: put the file itself there."
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDictBase
 
+from swath.delivery.split import arrange, nested_dims
 from swath.errors import UsageError
 from swath.rollout.final import FinalObservations
 from swath.rollout.keys import FINAL, FINAL_OBS, MASK, TRAJ_IDS, following
@@ -53,4 +54,5 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
             restored.narrow(time, steps - 1, 1).zero_()
         restored[~inside] = table[key][index[~inside]]
         out.set(following(key), restored)
+    arrange(out["next"], nested_dims(batch.exclude("next")))
     return out

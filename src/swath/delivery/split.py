@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
@@ -19,7 +21,7 @@ from swath.errors import UsageError
 from swath.rollout.keys import FINAL, NEXT_DONE, TRAJ_IDS
 from swath.tree import Key
 
-__all__ = ["group_frames", "split_trajectories"]
+__all__ = ["arrange", "group_frames", "nested_dims", "split_trajectories"]
 
 
 def group_frames(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,6 +39,25 @@ def group_frames(ids: Tensor) -> tuple[Tensor, Tensor]:
     first = by_id[lengths.cumsum(0) - lengths]
     by_appearance = first.repeat_interleave(lengths).argsort(stable=True)
     return by_id[by_appearance], lengths[first.argsort()]
+
+
+def nested_dims(batch: TensorDictBase) -> dict[Key, tuple[int, ...]]:
+    """Return the TensorDicts in a batch with batch dimensions of their own (agents, say)."""
+    inner = batch.items(True, is_leaf=is_leaf_nontensor)
+    found = {
+        _path(key): tuple(part.batch_size[batch.batch_dims :])
+        for key, part in inner
+        if isinstance(part, TensorDictBase)
+    }
+    return {key: found[key] for key in sorted(found, key=len) if found[key]}  # outer ones first
+
+
+def arrange(batch: TensorDictBase, nested: Mapping[Key, tuple[int, ...]]) -> None:
+    """Give the TensorDicts in a batch the dimensions that `nested_dims` has found in another."""
+    for key, dims in nested.items():
+        part = batch.get(key, None)
+        if isinstance(part, TensorDictBase):
+            part.batch_size = [*batch.batch_size, *dims]
 
 
 def split_trajectories(
@@ -101,6 +122,7 @@ def split_trajectories(
     rows = _Rows(ids, valid, layout)
     batch = rows.cut(rollout.exclude(*mask_keys))
     if layout is None:
+        arrange(batch, nested_dims(rollout))
         batch.set(mask_keys[0], rows.mask)
     if layout is not torch.jagged and rollout.names[-1] == "time":
         batch.names = [None, "time"]

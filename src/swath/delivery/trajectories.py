@@ -22,9 +22,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from swath.delivery.split import group_frames, split_trajectories
+from swath.delivery.split import arrange, group_frames, nested_dims, split_trajectories
 from swath.errors import UsageError
 from swath.rollout.keys import MASK, NEXT_DONE, TRAJ_IDS
+from swath.tree import Key
 
 __all__ = ["Pending", "TrajectoryAssembler"]
 
@@ -67,6 +68,7 @@ class TrajectoryAssembler:
     def __init__(self, num_trajectories: int, traj_format: Literal["padded", "cat"]) -> None:
         self._num_trajectories = num_trajectories
         self._padded = traj_format == "padded"
+        self._nested: dict[Key, tuple[int, ...]] = {}  # of frames that leave; held, they are flat
         self._clear()
 
     def _clear(self) -> None:
@@ -88,6 +90,7 @@ class TrajectoryAssembler:
         frames = _by_time(rollout)
         if not len(self._frames):
             self._frames = frames[:0]  # for its keys
+            self._nested = nested_dims(rollout)
         _check_alike(frames, self._frames)
         if self._used + len(frames) > len(self._frames):
             self._make_room(len(frames))
@@ -138,12 +141,18 @@ class TrajectoryAssembler:
             lambda leaf: leaf.index_select(0, rows), batch_size=[len(rows)], names=["time"]
         )
 
+    def _leaving(self, rows: Tensor) -> TensorDict:
+        """Return a copy of the frames in these rows, nested as they came."""
+        frames = self._read(rows)
+        arrange(frames, self._nested)
+        return frames
+
     def pop(self) -> TensorDict | None:
         """Return the next batch, or None while fewer than `num_trajectories` are complete."""
         if len(self._complete) < self._num_trajectories:
             return None
         rows = torch.cat([self._complete.popleft() for _ in range(self._num_trajectories)])
-        batch = self._read(rows)
+        batch = self._leaving(rows)
         return split_trajectories(batch) if self._padded else batch
 
     def pending(self) -> Pending:
@@ -174,7 +183,7 @@ class TrajectoryAssembler:
         """Return copies of all that is held, trajectory after trajectory, complete ones first."""
         rows = self._rows()
         return {
-            "frames": self._read(rows) if len(rows) else None,
+            "frames": self._leaving(rows) if len(rows) else None,
             "lengths": [len(each) for each in self._complete],
             "torn": sorted(self._torn),
         }
@@ -184,7 +193,8 @@ class TrajectoryAssembler:
         self._clear()
         self._torn.update(state["torn"])
         if (frames := state["frames"]) is not None:
-            self._hold(frames.clone(), state["lengths"], len(frames))
+            self._nested = nested_dims(frames)
+            self._hold(_by_time(frames).clone(), state["lengths"], len(frames))
 
 
 def _by_time(rollout: TensorDictBase) -> TensorDict:

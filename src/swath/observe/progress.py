@@ -39,28 +39,27 @@ class Bar:
     def update(self, stats: Callable[[], dict[str, Any]], *, done: bool = False) -> None:
         """Show these statistics if it is time to; always, if the collection is `done`."""
         now, self._stats = perf_counter(), stats
-        if self._screen is None:
-            self._screen = _screen()
+        screen = self._screen  # another thread may end the line at any time
+        if screen is None:
+            screen = _screen()
             self._began = now, stats()["frames"]
-            self._due = now + self._screen.first
+            self._due = now + screen.first
+            self._screen = screen
         if now >= self._due:
-            self._draw(now)
+            self._draw(screen, now)
         if done:
             self.close()
 
     def close(self) -> None:
         """Show the last state and leave it there; an update after that begins another line."""
-        if self._screen is not None:
-            try:
-                self._draw(perf_counter())
-                self._screen.close()
-            finally:
-                self._screen = None
+        screen, self._screen = self._screen, None
+        if screen is not None:
+            self._draw(screen, perf_counter())
+            screen.close()
 
-    def _draw(self, now: float) -> None:
-        assert self._screen is not None
-        self._due = now + self._screen.every
-        self._screen.show(_line(self._parts(now), self._share(), self._screen.width()))
+    def _draw(self, screen: _Screen, now: float) -> None:
+        self._due = now + screen.every
+        screen.show(_line(self._parts(now), self._share(), screen.width()))
 
     def _share(self) -> float | None:
         return None if self._total is None else min(1.0, self._stats()["frames"] / self._total)

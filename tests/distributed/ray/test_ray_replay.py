@@ -47,6 +47,19 @@ def test_a_delivered_batch_goes_uncopied_and_any_batch_comes_back_the_same():
             assert set(again.keys(True, True)) == set(one.keys(True, True))
 
 
+def test_views_of_other_tensors_come_back_as_they_look():
+    base = torch.arange(4.0)
+    views = {
+        "later": base[2:].expand(2, 2),  # as many numbers as its storage has
+        "conjugated": torch.randn(4, dtype=torch.complex64).conj().view(2, 2),
+        "negative": torch.randn(4, dtype=torch.complex64).conj().imag.view(2, 2),
+    }
+    flat, size = flatten(TensorDict(views, [2]))
+    again = unflatten(flat, size)
+    for name, value in views.items():
+        assert torch.equal(again[name], value), name
+
+
 def test_actors_write_and_others_sample(cluster):
     @cluster.remote(num_cpus=0)
     def sample(buffer):
