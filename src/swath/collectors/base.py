@@ -53,9 +53,10 @@ STORED: Any = object()
 
 
 class BaseCollector(IterableDataset[Any], abc.ABC):
-    """Iterate over batches; again after a `break`, nothing is lost.
+    """Base class of all collectors, to be used with `isinstance`.
 
-    Subclasses say where rollouts come from.
+    A collector is an iterator over batches. A loop that was left by `break` can be entered again,
+    and nothing is lost.
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:

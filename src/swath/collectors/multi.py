@@ -48,9 +48,10 @@ __all__ = ["MultiCollector"]
 
 
 class MultiCollector(CrewedCollector):
-    """Workers, their weights and their state; subclasses say which rollouts make a batch.
+    """Base class of the collectors with worker processes.
 
-    `MultiCollector(sync=True, ...)` is a `MultiSyncCollector`, with False a `MultiAsyncCollector`.
+    `MultiCollector(sync=True, ...)` makes a `MultiSyncCollector`, and `sync=False` makes a
+    `MultiAsyncCollector`.
     """
 
     _batches_are: str

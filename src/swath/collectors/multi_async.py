@@ -53,7 +53,7 @@ class MultiAsyncCollector(MultiCollector):
             with one entry for each worker. An entry may itself be a list: several envs.
         policy: None (random), a callable or `nn.Module` from observation to action, or a
             `tensordict.nn` module. Each worker gets a copy.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is that of one worker.
+        **options: See [options](options.md); `frames_per_batch` is that of one worker.
 
     Examples:
         >>> makers = ["CartPole-v1", "CartPole-v1"]
@@ -227,7 +227,7 @@ class AsyncCollector(MultiAsyncCollector):
     Args:
         create_env_fn: What `Collector` takes, except env objects: the worker makes its own.
         policy: As for `MultiAsyncCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Examples:
         >>> with AsyncCollector("CartPole-v1", frames_per_batch=50, total_frames=100) as collector:

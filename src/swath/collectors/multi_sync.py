@@ -60,7 +60,7 @@ class MultiSyncCollector(MultiCollector):
             with one entry for each worker. An entry may itself be a list: several envs.
         policy: None (random), a callable or `nn.Module` from observation to action, or a
             `tensordict.nn` module. Each worker gets a copy.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Examples:
         >>> makers = ["CartPole-v1", "CartPole-v1"]

@@ -42,7 +42,7 @@ class Collector(BaseCollector):
             callable that makes one, or a list of such.
         policy: None (random), a callable or `nn.Module` from observation to action, or a
             `tensordict.nn` module.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Examples:
         >>> from swath.envs import SerialEnv

@@ -28,7 +28,13 @@ _AT_ONCE = 1 << 16
 
 
 class Sampler(abc.ABC):
-    """How frames are chosen; one object serves one buffer."""
+    """Base class of the samplers, which choose the frames of a batch; one object serves one buffer.
+
+    Examples:
+        >>> from swath.data import PrioritizedSampler
+        >>> isinstance(PrioritizedSampler(alpha=0.6, beta=0.4), Sampler)
+        True
+    """
 
     runs = False
     """Whether the ring is to know the frame before each frame of a trajectory."""

@@ -43,7 +43,9 @@ def _alone(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[A
 
 
 class Env:
-    """N environments with a TensorDict interface; a lone one has batch size `[]`.
+    """N environments with a TensorDict interface; the base class of `GymEnv` and the others.
+
+    A single env has batch size `[]`.
 
     Args:
         group: The envs underneath.

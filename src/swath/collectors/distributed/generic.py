@@ -37,7 +37,7 @@ class DistributedCollector(PairedCollector):
     Args:
         create_env_fn: A list with an id or a callable for each node, or one for `num_workers`.
         policy: As for `MultiSyncCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Examples:
         >>> makers = ["CartPole-v1", "CartPole-v1"]
@@ -118,7 +118,7 @@ class DistributedSyncCollector(DistributedCollector):
     Args:
         create_env_fn: As for `DistributedCollector`.
         policy: As for `DistributedCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
     """
 
     _defaults: Mapping[str, Any] = {"sync": True}
@@ -134,7 +134,7 @@ class RPCCollector(DistributedCollector):
     Args:
         create_env_fn: As for `DistributedCollector`.
         policy: As for `DistributedCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
     """
 
     _defaults: Mapping[str, Any] = {"backend": "rpc"}

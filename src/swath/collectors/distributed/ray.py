@@ -63,7 +63,7 @@ class RayCollector(PairedCollector):
         create_env_fn: An id or a callable that makes an env, for all collectors, or a list of
             such with one entry for each.
         policy: As for `MultiSyncCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Example:
         ```python
