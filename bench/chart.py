@@ -142,7 +142,9 @@ def _machine(figures: Mapping[str, Any]) -> str:
 
 def short_table(figures: Mapping[str, Any]) -> str:
     """The eight rows of the README."""
-    lines = ["| frames per second | swath | TorchRL | speed-up over TorchRL | over a hand-written loop |"]
+    lines = [
+        "| frames per second | swath | TorchRL | speed-up over TorchRL | over a hand-written loop |"
+    ]
     lines.append("|---|---|---|---|---|")
     rows = [(ROWS[name], figures["works"][name]) for name in ROWS if name in figures["works"]]
     rows += [(work["title"], work) for work in figures["other"]]

@@ -9,8 +9,8 @@ An environment and a policy go in, TensorDict batches come out:
             ...
 
 `swath.collectors` has the collectors, `swath.envs` the environments, `swath.policies` random and
-recurrent policies, `swath.data` replay buffers and datasets, and `swath.testing` envs and checks for
-tests. The names that are used most can be imported from `swath` itself.
+recurrent policies, `swath.data` replay buffers and datasets, and `swath.testing` envs and checks
+for tests. The names that are used most can be imported from `swath` itself.
 """
 
 from __future__ import annotations

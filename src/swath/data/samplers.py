@@ -318,7 +318,7 @@ class PrioritizedSampler(Sampler):
         priority = np.broadcast_to(priority, index.shape).reshape(-1).astype(np.float64)
         index = index.reshape(-1)
         if not (np.isfinite(priority).all() and (priority >= 0).all()):
-            raise UsageError("priorities must be finite and not negative; got others.")
+            raise UsageError("priorities must be finite and not negative.")
         with self._lock:
             self._follow(ring)
             here = ring.whole(index)

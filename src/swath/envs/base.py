@@ -91,7 +91,7 @@ class Env:
             seed: Seeds the envs first, as `set_seed` does.
         """
         if mask is not None and not self.group.resets_singly:
-            raise UsageError("this vector env cannot reset its envs one by one; leave mask out.")
+            raise UsageError("this vector env cannot reset single envs; leave mask out.")
         if seed is not None:
             self.set_seed(seed)
         slab, bound = self._opened()
