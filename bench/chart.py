@@ -27,10 +27,10 @@ CHART = {
     "cartpole-sync-2x8": "2 workers with 8 CartPoles each",
 }
 LABELS = {
-    "hand loop": "loop by hand",
-    "hand loops": "2 loops by hand",
-    "SyncVectorEnv": "Gymnasium SyncVectorEnv",
-    "AsyncVectorEnv": "Gymnasium AsyncVectorEnv",
+    "hand loop": "hand-written loop",
+    "hand loops": "2 hand-written loops",
+    "SyncVectorEnv": "Gymnasium (sync)",
+    "AsyncVectorEnv": "Gymnasium (async)",
 }
 ROWS = {
     "cartpole-1": "1 CartPole, one process",
@@ -83,7 +83,7 @@ class Theme:
 
 LIGHT = Theme(text="#1f2328", faint="#59636e", ours="#0b7a5e", others="#b6c0ca")
 DARK = Theme(text="#e6edf3", faint="#9198a1", ours="#3ecf9c", others="#56606b")
-WIDTH, LEFT, RIGHT, BAR, STEP = 760, 210, 70, 15, 21
+WIDTH, LEFT, RIGHT, BAR, STEP = 560, 146, 62, 15, 21
 
 
 def drawn(figures: Mapping[str, Any], theme: Theme) -> str:
@@ -142,7 +142,9 @@ def _machine(figures: Mapping[str, Any]) -> str:
 
 def short_table(figures: Mapping[str, Any]) -> str:
     """The eight rows of the README."""
-    lines = ["| frames per second | swath | TorchRL | speed-up | against a loop by hand |"]
+    lines = [
+        "| frames per second | swath | TorchRL | speed-up over TorchRL | over a hand-written loop |"
+    ]
     lines.append("|---|---|---|---|---|")
     rows = [(ROWS[name], figures["works"][name]) for name in ROWS if name in figures["works"]]
     rows += [(work["title"], work) for work in figures["other"]]
@@ -154,7 +156,7 @@ def short_table(figures: Mapping[str, Any]) -> str:
 def _row(title: str, work: Mapping[str, Any]) -> str:
     speeds, ratios = work["speeds"], work["ratios"]
     hand = ratios.get("hand loop", ratios.get("hand loops"))
-    by_hand = f"{hand:.2f}" if hand is not None else ""
+    by_hand = f"{hand:.2f}x" if hand is not None else ""
     return (
         f"| {title} | {_number(speeds['swath'])} | {_number(speeds['TorchRL'])} | "
         f"**{_times(ratios['TorchRL'])}** | {by_hand} |"
@@ -167,7 +169,7 @@ def full_tables(figures: Mapping[str, Any]) -> str:
     for title, inline in (("In one process", True), ("Over processes", False)):
         works = [w for w in figures["works"].values() if (w["placement"] == "inline") is inline]
         names = list(dict.fromkeys(name for work in works for name in work["speeds"]))
-        columns = [*names, "speed-up over TorchRL", "against a loop by hand"]
+        columns = [*names, "speed-up over TorchRL", "over a hand-written loop"]
         lines = [f"### {title}", "", f"| work | {' | '.join(columns)} |"]
         lines.append("|---" * (len(columns) + 1) + "|")
         lines += [_full_row(work, names) for work in works]
@@ -180,7 +182,7 @@ def _full_row(work: Mapping[str, Any], names: Sequence[str]) -> str:
     cells = [f"{speeds[name]:,.0f}" if name in speeds else "" for name in names]
     hand = ratios.get("hand loop", ratios.get("hand loops"))
     cells.append(_times(ratios["TorchRL"]) if "TorchRL" in ratios else "")
-    cells.append(f"{hand:.2f}" if hand is not None else "")
+    cells.append(f"{hand:.2f}x" if hand is not None else "")
     return f"| {work['title']} | {' | '.join(cells)} |"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from swath.collectors.documented import texts
 from swath.collectors.options import Options
 
+ROOT = Path(__file__).parents[1]
 SCOPES = {
     ("inline", "workers", "cluster", "ray"): "all",
     ("workers", "cluster", "ray"): "with workers",
@@ -40,7 +43,23 @@ def _default(field: Any) -> str:
     return f"`{name.lower()!r}`" if name else f"`{field.default!r}`"
 
 
-TABLES = {"<!-- table of options -->": options_table}
+def versions_table() -> str:
+    """Return the packages that swath needs, with the lowest and the pinned version of each."""
+    project = (ROOT / "pyproject.toml").read_text()
+    needs = re.search(r"^dependencies = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
+    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.M))
+    lines = ["| package | lowest | developed with |", "|---|---|---|"]
+    for name, lowest in re.findall(r'"([\w-]+)>=([\w.]+)"', needs[1] if needs else ""):
+        lines.append(f"| {name} | {lowest} | {pinned[name]} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "<!-- table of options -->": options_table,
+    "<!-- table of versions -->": versions_table,
+    "<!-- SECURITY.md -->": (ROOT / "SECURITY.md").read_text,
+}
+"""What the marks in pages stand for."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -63,7 +82,7 @@ def on_post_build(config: Any, **_: Any) -> None:
             title, first = opening(markdown)
             url = config["site_url"] + re.sub(r"(index)?\.md$", "", path)
             lines.append(f"- [{title}]({url.rstrip('/')}/): {first}")
-            whole.append(markdown)
+            whole.append(with_docstrings(markdown))
         lines.append("")
     (site / "llms.txt").write_text("\n".join(lines))
     (site / "llms-full.txt").write_text("\n\n".join(whole))
@@ -86,6 +105,7 @@ def opening(markdown: str) -> tuple[str, str]:
     """Return the title of a page and its first sentence."""
     title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
     rest = markdown[title.end() :] if title else markdown
+    rest = re.sub(r"^```.*?^```", "", rest, flags=re.DOTALL | re.MULTILINE)
     for block in re.split(r"\n\s*\n", rest):
         text = " ".join(block.split())
         if text and text[0] not in "`|#<!:>[-*":
@@ -93,3 +113,18 @@ def opening(markdown: str) -> tuple[str, str]:
             plain = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", sentence.group() if sentence else text)
             return (title.group(1) if title else ""), plain.rstrip(":").replace("**", "")
     return (title.group(1) if title else ""), ""
+
+
+def with_docstrings(markdown: str) -> str:
+    """Return a page of the reference with the docstrings that mkdocstrings would put in."""
+    return re.sub(r"^::: (\S+)\n((?: {4}.*\n)*)", _documented, markdown, flags=re.MULTILINE)
+
+
+def _documented(found: re.Match[str]) -> str:
+    module, _, name = found[1].rpartition(".")
+    thing = getattr(importlib.import_module(module), name)
+    members = re.search(r"members: \[(.+)\]", found[2])
+    parts = [f"### {name}", inspect.getdoc(thing) or ""]
+    for member in members[1].split(", ") if members else []:
+        parts += [f"#### {name}.{member}", inspect.getdoc(getattr(thing, member)) or ""]
+    return "\n\n".join(parts) + "\n"

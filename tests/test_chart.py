@@ -69,7 +69,7 @@ def test_figures_of_a_run_reach_the_chart_and_both_pages(root, tmp_path):
     assert figures["works"]["cartpole-8"]["ratios"] == {"TorchRL": 10.0, "hand loop": 2.0}
     assert figures["works"]["cartpole-1"], "what was not measured keeps its figures"
     assert (
-        "| 8 CartPoles, one process | 4,000 | 200 | **10.0x** | 2.00 |"
+        "| 8 CartPoles, one process | 4,000 | 200 | **10.0x** | 2.00x |"
         in (root / "README.md").read_text()
     )
     assert "| CartPole-v1 x 8 | 4,000 |" in (root / "docs/benchmarks.md").read_text()

@@ -236,7 +236,7 @@ BAD = [
     ("CartPole-v1 --envs two", "'--envs'"),
     ("CartPole-v1 --seed -1", "'--seed'"),
     ("CartPole-v1 --frame 9", "No such option: --frame"),
-    ("CartPole-v1 --mode async", "--mode async is for worker processes; add --workers N"),
+    ("CartPole-v1 --mode async", "--mode async needs worker processes; add --workers N"),
     ("CartPole-v1 --workers 9", "--workers 9 is more than the 8 envs"),
     ("CartPole-v1 --workers 2 --policy things:failing", "ValueError: no idea"),
     ("CartPole-v1 --format csv", "'csv' is not one of 'tensordict', 'minari'"),
@@ -353,7 +353,7 @@ def test_a_count_that_is_none_is_told_with_its_value(
     capsys: pytest.CaptureFixture[str], option: str, value: str, least: int
 ) -> None:
     assert main(["collect", "CartPole-v1", option, value]) == 2
-    said = f"'{value}' is not a whole number from {least} on, such as 1000 or 1e3."
+    said = f"'{value}' is not a whole number of at least {least}, such as 1000 or 1e3."
     assert capsys.readouterr().err == f"swath: error: Invalid value for '{option}': {said}\n"
 
 

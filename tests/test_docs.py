@@ -124,7 +124,8 @@ def test_links_of_pages_outside_of_the_site_lead_to_files():
 
 def test_every_page_has_a_card_on_the_home_page_or_on_that_of_its_section():
     home = (DOCS / "index.md").read_text()
-    for name in re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()):
+    pages = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    for name in re.findall(r"[\w/-]+\.md", pages):
         overview = (DOCS / name).parent / "index.md"
         near = overview.read_text() if overview.exists() else ""
         assert f"({name})" in home or f"({Path(name).name})" in near or name == "index.md", name
@@ -228,8 +229,22 @@ def test_llms_txt_lists_every_page_with_its_first_sentence(tmp_path):
     text = (tmp_path / "llms.txt").read_text()
     assert text.startswith("# swath\n\n> It collects.\n")
     assert "](https://x.y/guide/envs/): " in text
-    assert "- [Questions](https://x.y/faq/): It runs a policy in environments" in text
+    assert "- [Questions](https://x.y/faq/): swath runs a policy in environments" in text
+    assert "def make_env" not in text, "a page is described by its text, not by its program"
     assert "# Questions" in (tmp_path / "llms-full.txt").read_text()
+
+
+def test_llms_full_txt_has_the_docstrings_of_the_reference():
+    site = _site()
+    whole = site.with_docstrings((DOCS / "reference" / "policies.md").read_text())
+    assert ":::" not in whole
+    assert "### RecurrentPolicy\n\nCarry a state" in whole
+
+
+def test_tables_and_files_that_pages_name_are_put_in():
+    site = _site()
+    assert "| torch | 2." in site.on_page_markdown((DOCS / "versions.md").read_text())
+    assert "# Security" in site.on_page_markdown((DOCS / "security.md").read_text())
 
 
 def test_words_that_people_search_for_are_somewhere():

@@ -1,18 +1,16 @@
 """swath collects experience for reinforcement learning in PyTorch.
 
-```
-            a worker (thread, process, actor, rank)                    your process
-   +-----------------------------------------------+        +--------------------------------+
-   |  envs  ->  rollout loop  ->  slab (one flat   | ==slab=>|  delivery -> Collector -> batch |
-   |               ^               buffer [T, N])  |  link   |                                 |
-   |            policy  <-  weights (one flat      | <=weights=  publish(version)  <- learner  |
-   |                        buffer, versioned)     |        |                                 |
-   +-----------------------------------------------+        +--------------------------------+
-```
+An environment and a policy go in, TensorDict batches come out:
 
-`swath.collectors` has the collectors, `swath.envs` the environments, `swath.policies` the policies
-that we bring, `swath.data` datasets on disk, `swath.testing` envs and checks for tests. The names
-that are used most can be imported from `swath` itself.
+    from swath import Collector
+
+    with Collector("CartPole-v1", frames_per_batch=200, total_frames=10_000) as collector:
+        for batch in collector:
+            ...
+
+`swath.collectors` has the collectors, `swath.envs` the environments, `swath.policies` random and
+recurrent policies, `swath.data` replay buffers and datasets, and `swath.testing` envs and checks
+for tests. The names that are used most can be imported from `swath` itself.
 """
 
 from __future__ import annotations

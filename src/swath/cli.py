@@ -49,7 +49,7 @@ _BadUsage: Any = typer.BadParameter.__base__
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    help="Collect experience for reinforcement learning: envs and a policy in, TensorDicts out.",
+    help="Collect experience for reinforcement learning in PyTorch.",
 )
 _out, _err = Console(), Console(stderr=True)
 
@@ -88,7 +88,7 @@ def _count(text: str, least: int) -> Any:
                 number = kind(str(value))
                 if number >= least and number % 1 == 0:
                     return int(number)
-        wanted = f"a whole number from {least} on, such as 1000 or 1e3"
+        wanted = f"a whole number of at least {least}, such as 1000 or 1e3"
         raise typer.BadParameter(f"{value!r} is not {wanted}.")
 
     return typer.Option(metavar="N", help=text, parser=parse)
@@ -128,15 +128,28 @@ def collect(  # noqa: PLR0913 - one parameter per option
     frames: Annotated[int, _count("Number of frames to collect, over all envs.", 1)] = 200_000,
     envs: Annotated[int, _count("Number of envs.", 1)] = 8,
     policy: Annotated[
-        str | None, _option("MODULE:NAME", "The policy (see above); random by default.")
+        str | None, _option("MODULE:NAME", "The policy (see above); by default actions are random.")
     ] = None,
-    seed: Annotated[int | None, _count("Seed of envs, actions and weights.", 0)] = None,
-    max_frames_per_traj: Annotated[int | None, _count("Truncate trajectories at N.", 1)] = None,
-    out: Annotated[Path | None, _option("DIR", "New or empty directory for the data.")] = None,
+    seed: Annotated[
+        int | None, _count("Seed of the envs, the actions and the first weights.", 0)
+    ] = None,
+    max_frames_per_traj: Annotated[
+        int | None, _count("Truncate trajectories after N frames.", 1)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        _option("DIR", "Store the frames in this directory, which must be new or empty."),
+    ] = None,
     format: Annotated[Format, typer.Option(help="Format of the stored data.")] = Format.tensordict,
-    workers: Annotated[int, _count("Worker processes; 0 for none.", 0)] = 0,
+    workers: Annotated[
+        int, _count("Number of worker processes; 0 collects in this process.", 0)
+    ] = 0,
     mode: Annotated[
-        Mode, typer.Option(help="sync: batches of all workers; async: of the first that is done.")
+        Mode,
+        typer.Option(
+            help="sync: wait for all workers; async: take the rollout of the worker that is done "
+            "first."
+        ),
     ] = Mode.sync,
     backend: Annotated[
         Backend, typer.Option(help="Run workers as processes, or on a Ray cluster.")
@@ -157,13 +170,13 @@ def collect(  # noqa: PLR0913 - one parameter per option
     Example: swath collect CartPole-v1 --policy my_policies:make --out data
     """
     if format is Format.minari and out is None:
-        raise UsageError("--format minari is for stored data; add --out DIR.")
+        raise UsageError("--format minari needs a directory for the data; add --out DIR.")
     if address is not None and backend is not Backend.ray:
         raise UsageError(f"--address {address} needs --backend ray.")
     if backend is Backend.ray and not workers:
         workers = min(envs, usable_cpus())
     if mode is Mode.asynchronous and not workers:
-        raise UsageError("--mode async is for worker processes; add --workers N.")
+        raise UsageError("--mode async needs worker processes; add --workers N.")
     if workers > envs:
         raise UsageError(f"--workers {workers} is more than the {envs} envs; each needs one.")
     sys.path.insert(0, os.getcwd())  # policies and 'module:Id-v0' envs live where the user is
@@ -303,7 +316,7 @@ def info(
 @app.command()
 def recover(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What --out had named; or DIR.partial.")
+        Path, typer.Argument(metavar="DIR", help="The directory that --out named, or DIR.partial.")
     ],
 ) -> int:
     """Make a dataset of the frames that a killed run has left in DIR.partial."""
@@ -464,7 +477,7 @@ def _called(found: Any, env: Env) -> Any:
         )
     made = found(env.observation_space, env.action_space) if needed else found()
     if made is None:
-        raise UsageError("it returned None; it must return the policy.")
+        raise UsageError("the function returned None; it must return the policy.")
     return made
 
 

@@ -56,8 +56,9 @@ class Owner:
         if self._process != _process:
             raise UsageError(
                 f"this {self._what} was made in process {self._process} and is used in process "
-                f"{_process}, a fork of it: what it works with belongs to that one, and both would "
-                "get each other's frames. Make one here, or use it there."
+                f"{_process}, a fork of it: its processes and memory belong to the first "
+                "process, and both would get each other's frames. Make one in the fork, or use "
+                "this one in the first process."
             )
 
     def turn(self, call: str, outermost: bool = False) -> _Turn:
@@ -75,10 +76,9 @@ class Owner:
         name = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             raise UsageError(
-                f"{call} of this {self._what} was called in thread "
-                f"{name!r} while thread {self._inside!r} is using it: "
-                "it is for one thread at a time. Make one for each thread, or hold a lock of your "
-                "own around the calls."
+                f"{call} of this {self._what} was called in thread {name!r} while thread "
+                f"{self._inside!r} is using it: only one thread at a time may use it. Make one "
+                "for each thread, or hold a lock around the calls."
             )
         self._inside = name
 
@@ -90,9 +90,9 @@ class Owner:
         """Refuse this thread if it is in a block already."""
         if self.turn_of() is not None:
             raise UsageError(
-                f"{call} of this {self._what} was called inside of another call of it, by a hook, "
-                "the policy, an env or a signal handler: the frames that it would give are those "
-                "of that call. Call it after that one has returned."
+                f"{call} of this {self._what} was called inside another call of it, by a hook, "
+                "the policy, an env or a signal handler: the frames that it would return "
+                "belong to that call. Call it after that call has returned."
             )
 
 

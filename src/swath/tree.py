@@ -82,9 +82,9 @@ def _leaves(space: gym.Space[Any], key: Key, path: tuple[str | int, ...], kind: 
         return [Leaf(key, path, space, tuple(space.shape), np.dtype(space.dtype))]
     is_minigrid = type(space).__name__ == "MissionSpace"
     raise UsageError(
-        f"the {kind} space has a {type(space).__name__} at {key_name(key or (kind,))}, which has "
-        "no fixed array form. Supported are Box, Discrete, MultiDiscrete, MultiBinary and Dict or "
-        "Tuple of these; convert it with a gymnasium wrapper."
+        f"the {kind} space has a {type(space).__name__} at {key_name(key or (kind,))}, which "
+        "has no fixed array form. Supported are Box, Discrete, MultiDiscrete, MultiBinary and "
+        "Dict or Tuple of these; convert it with a Gymnasium wrapper."
         + (" MiniGrid has minigrid.wrappers.ImgObsWrapper for that." * is_minigrid)
     )
 

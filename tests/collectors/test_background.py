@@ -184,7 +184,7 @@ def test_a_sample_that_can_never_come_is_an_error():
         Collector(CountingEnv, frames_per_batch=20, total_frames=100, replay_buffer=buffer) as c,
     ):
         c.start()
-        with pytest.raises(UsageError, match="nobody is known to write more"):
+        with pytest.raises(UsageError, match="no writer is registered that would add more"):
             buffer.sample()
         assert buffer.stats()["frames"] == 100
 
@@ -225,7 +225,9 @@ def test_a_sample_beyond_the_ratio_is_an_error_when_the_collector_has_ended():
         c.start()
         for _ in range(4):
             buffer.sample()
-        with pytest.raises(UsageError, match=r"samples_per_insert=1\), and nobody is known"):
+        with pytest.raises(
+            UsageError, match=r"samples_per_insert=1\), and no writer is registered"
+        ):
             buffer.sample()
 
 

@@ -285,7 +285,7 @@ def test_a_compact_batch_cut_over_time_is_refused():
 
     with Collector(endless(2), frames_per_batch=20, compact_obs=True) as collector:
         batch = collector.next()
-    with pytest.raises(UsageError, match="before slicing over time"):
+    with pytest.raises(UsageError, match="before you slice a batch over time"):
         restore_next(batch[:, :5])
     assert restore_next(batch[1:])["next", "observation"][0, -1].tolist() == [0, 10]
 

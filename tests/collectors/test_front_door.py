@@ -76,11 +76,15 @@ def test_other_machines_in_earnest():
 @pytest.mark.parametrize(
     ("makers", "given", "message"),
     [
-        ([CountingEnv], {"num_collectors": 2}, "num_collectors is 2, which does not match the 1"),
+        ([CountingEnv], {"num_collectors": 2}, "num_collectors is 2, but 1 env makers were given"),
         (CountingEnv, {"num_collectors": 0}, "num_collectors must be an int of at least 1"),
         (CountingEnv, {"num_collectors": True}, "num_collectors must be an int of at least 1"),
         (CountingEnv, {"backend": "proces"}, "backend must be one of .*Did you mean 'process'"),
-        (CountingEnv, {"backend": "direct", "num_collectors": 2}, "at most one collector"),
+        (
+            CountingEnv,
+            {"backend": "direct", "num_collectors": 2},
+            "means one collector in this process",
+        ),
         (CountingEnv, {"sync": True}, "sync=True is for collectors with workers"),
         (
             CountingEnv,
@@ -115,7 +119,7 @@ class Mine(Collector):
 
 
 def test_a_subclass_opens_nothing_else():
-    with pytest.raises(UsageError, match="it is Collector itself that opens another collector"):
+    with pytest.raises(UsageError, match="only Collector itself can open another collector"):
         Mine(CountingEnv, frames_per_batch=10, num_collectors=2)
 
 
@@ -125,7 +129,7 @@ def test_both_deliveries_by_one_name():
             assert type(collector) is kind
             assert isinstance(collector, MultiCollector)
             assert check_transitions(list(collector)) == 40
-    with pytest.raises(UsageError, match="sync is missing: True makes a MultiSyncCollector"):
+    with pytest.raises(UsageError, match="needs the option sync: True makes a MultiSyncCollector"):
         MultiCollector([CountingEnv] * 2, **OPTIONS)
 
 

@@ -81,7 +81,7 @@ class Locked(gym.Wrapper):
 
 
 def test_env_objects_that_cannot_travel_are_refused_with_the_way():
-    message = r"create_env_fn\.lock is a lock, which cannot be pickled.*in the callable that makes"
+    message = r"create_env_fn\.lock is a lock, which cannot be pickled.*in the function that makes"
     with pytest.raises(UsageError, match=message):
         MultiSyncCollector([Locked()], frames_per_batch=10)
     with contextlib.closing(ParallelEnv(2, "CartPole-v1")) as parallel:

@@ -73,7 +73,7 @@ def test_a_hook_that_would_see_nothing_is_refused():
         collector.start()
         buffer.sample()
         assert collector.stats()["replay"]["writer"] == "workers"
-        with pytest.raises(UsageError, match=r"write to the replay buffer by themselves.*postproc"):
+        with pytest.raises(UsageError, match=r"write to the replay buffer directly.*postproc"):
             collector.post_collect_hook = seen.append
         collector.post_collect_hook = None  # as it was
 

@@ -194,7 +194,7 @@ def test_episodes_on_a_device_are_not_told_one_by_one(monkeypatch):
     monkeypatch.setattr("swath.collectors.single.runner_for", DeviceRunner)
     with (
         Collector(TorchCartPole(4), frames_per_batch=40) as collector,
-        pytest.raises(UsageError, match=r"counted on their device.*trajs_per_batch"),
+        pytest.raises(UsageError, match=r"only sums over episodes are kept.*trajs_per_batch"),
     ):
         collector.take_episodes()
 

@@ -88,7 +88,7 @@ def test_a_hook_is_not_given_the_frames_of_the_batch_that_it_is_called_for(kind,
     refused = []
 
     def hook(batch):
-        with pytest.raises(UsageError, match=f"{call}.*inside of another call"):
+        with pytest.raises(UsageError, match=f"{call}.*inside another call"):
             getattr(collector, call)()
         refused.append(collector.stats()["frames"])
         collector.update_policy_weights_()

@@ -142,7 +142,7 @@ def test_they_write_to_a_buffer_that_has_frames_already(kind):
         finished(collector)
         data = frames(buffer)
         assert check_transitions(data.exclude("index")) == 240 == collector.stats()["frames"]
-        with pytest.raises(UsageError, match="write to the replay buffer by themselves"):
+        with pytest.raises(UsageError, match="write to the replay buffer directly"):
             collector.rollout()
 
 
@@ -447,7 +447,7 @@ def test_who_samples_is_not_kept_waiting_by_what_a_killed_worker_had_begun_to_wr
         finished(collector)
         assert (buffer._ring.stamps < 0).any()
         buffer.sample(1480)  # more may not be drawn
-        with pytest.raises(UsageError, match="nobody is known to write more"):
+        with pytest.raises(UsageError, match="no writer is registered that would add more"):
             buffer.sample(1000)
 
 
@@ -565,7 +565,7 @@ def test_a_state_is_not_loaded_behind_the_trajectories_that_workers_hold(kind):
         until(lambda: len(buffer))
         with collector.pause():
             state = collector.state_dict()
-            with pytest.raises(UsageError, match="make a new collector, load it there"):
+            with pytest.raises(UsageError, match="Make a new collector, load the state"):
                 collector.load_state_dict(state)
 
 
@@ -589,7 +589,7 @@ def test_slices_of_what_workers_wrote_are_of_one_trajectory(kind):
 def test_a_sample_that_can_never_come_is_an_error_in_shared_memory_too(kind):
     with new(min_size=400) as buffer, make(kind, buffer, total_frames=120) as collector:
         collector.start()
-        with pytest.raises(UsageError, match="nobody is known to write more"):
+        with pytest.raises(UsageError, match="no writer is registered that would add more"):
             buffer.sample()
         assert buffer.stats()["frames"] == 120
 

@@ -207,7 +207,7 @@ def test_compact_batches_are_stacked_and_written_by_hand():
     assert buffer.sample().batch_size == (4,)
     assert torch.stack(batches).batch_size == (2, 50)
     joined = torch.cat(batches)
-    with pytest.raises(UsageError, match=r"put together of several.*restore_next on each"):
+    with pytest.raises(UsageError, match=r"joined from several batches.*restore_next on each"):
         restore_next(joined)
     halves = torch.cat([batches[0][:20], batches[0][20:]])
     assert restore_next(halves)["next", "observation"].shape == (50, 4)

@@ -152,9 +152,7 @@ def test_before_it_is_closed_nothing_looks_complete(tmp_path: Path) -> None:
     writer = DatasetWriter(target)
     writer.write(small())
     assert not target.exists()
-    with pytest.raises(
-        UsageError, match=r"data\.partial is there: its writer still runs, or was k"
-    ):
+    with pytest.raises(UsageError, match=r"data\.partial exists: its writer still runs, or was k"):
         load_dataset(target)
     with pytest.raises(UsageError, match=r"not a swath dataset: it has no swath\.json"):
         load_dataset(tmp_path / "data.partial")

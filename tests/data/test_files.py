@@ -385,7 +385,7 @@ def test_a_key_that_metadata_needs_itself_is_refused(key: Any, tmp_path: Path) -
 
 
 def test_what_the_writer_notes_itself_cannot_be_noted_otherwise(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"\['frames'\] are noted by the writer itself"):
+    with pytest.raises(UsageError, match=r"\['frames'\] are stored by the writer itself"):
         DatasetWriter(tmp_path / "data", frames=3)
     assert not list(tmp_path.iterdir())
 

@@ -148,8 +148,8 @@ def test_a_batch_is_a_copy() -> None:
     [
         ({"capacity": 0}, "capacity=0 must be at least 1"),
         ({"storage": "disk"}, "storage='disk' is unknown"),
-        ({"storage": "memmap"}, "a directory goes with"),
-        ({"directory": "x"}, "a directory goes with"),
+        ({"storage": "memmap"}, "storage='memmap' needs a directory"),
+        ({"directory": "x"}, "storage='memmap' needs a directory"),
         ({"sampler": "unform"}, "sampler='unform' is unknown"),
         ({"prefetch": 2}, "prefetch=2 needs a batch_size"),
         ({"min_size": 11}, "min_size=11 not above it"),
@@ -191,7 +191,7 @@ def test_reserved_keys_and_missing_sizes_are_refused() -> None:
         buffer.sample()
     with pytest.raises(UsageError, match="batch_size=None"):
         next(iter(buffer))
-    with pytest.raises(UsageError, match="nobody is known to write"):
+    with pytest.raises(UsageError, match="no writer is registered"):
         buffer.sample(3)
     buffer.extend(numbered(0, 3))
     with pytest.raises(UsageError, match="has no priorities"):
@@ -397,7 +397,7 @@ def test_a_wait_ends_with_the_timeout() -> None:
         buffer.sample()
     strict = ReplayBuffer(10, batch_size=2, samples_per_insert=1, tolerance=0, timeout=0.05)
     strict.extend(numbered(0, 4))
-    with pytest.raises(WorkerError, match="too few samples are drawn"):
+    with pytest.raises(WorkerError, match="too few samples were drawn"):
         strict.extend(numbered(4, 4))
     assert strict.stats()["frames"] == 4
 
@@ -436,7 +436,7 @@ def test_all_who_wait_hear_that_nobody_writes_any_more() -> None:
         for thread in threads:
             thread.join(30)
         assert len(heard) == 8
-        assert all("nobody is known to write" in words for words in heard)
+        assert all("no writer is registered" in words for words in heard)
 
 
 def test_a_watch_makes_sample_wait_and_ends_the_wait() -> None:

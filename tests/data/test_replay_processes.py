@@ -215,11 +215,11 @@ def test_who_is_killed_while_writers_go_free_leaves_them_held_back() -> None:
             buffer.extend(numbered(first, 10))
         link.send(None)
         assert link.exit_code(30) == -9
-    with pytest.raises(WorkerError, match="too few samples are drawn"):
+    with pytest.raises(WorkerError, match="too few samples were drawn"):
         buffer.extend(numbered(30, 10))
     with buffer.unpaced(), buffer.unpaced():
         buffer.extend(numbered(40, 10))
-    with pytest.raises(WorkerError, match="too few samples are drawn"):
+    with pytest.raises(WorkerError, match="too few samples were drawn"):
         buffer.extend(numbered(50, 10))
 
 

@@ -571,7 +571,7 @@ class Crowd:
             try:
                 batch = buffer.sample(size)
             except UsageError as error:
-                if "nobody is known to write more" in str(error):
+                if "no writer is registered that would add more" in str(error):
                     return
                 raise
             self.note(which, batch)

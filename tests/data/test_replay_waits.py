@@ -301,7 +301,7 @@ def test_who_samples_does_not_wait_for_a_writer_that_was_killed() -> None:
     with process(kit.die_while_writing, buffer, 4) as link:
         assert link.exit_code(30) == -9
     more_than_there_are(buffer)
-    with pytest.raises(UsageError, match="nobody is known to write more"):
+    with pytest.raises(UsageError, match="no writer is registered that would add more"):
         buffer.sample(1)
     assert not (buffer._ring.stamps < 0).any()
     assert contents(buffer) == [0]
@@ -395,7 +395,7 @@ def test_the_first_of_two_collectors_to_end_does_not_end_the_waiting(storage: st
         assert got[0].batch_size == (8,)
         ended(second)
         more_than_there_are(buffer)
-        with pytest.raises(UsageError, match="nobody is known to write more"):
+        with pytest.raises(UsageError, match="no writer is registered that would add more"):
             buffer.sample(8)
 
 
@@ -439,7 +439,7 @@ def test_collectors_of_all_processes_keep_who_samples_waiting() -> None:
         assert got[0].batch_size == (8,)
         assert link.receive() == "ended"
         more_than_there_are(buffer)
-        with pytest.raises(UsageError, match="nobody is known to write more"):
+        with pytest.raises(UsageError, match="no writer is registered that would add more"):
             buffer.sample(8)
 
 
@@ -452,7 +452,7 @@ def test_a_collector_that_is_killed_in_another_process_keeps_nobody_waiting() ->
         assert buffer._is_fed()
         link.kill()
         link.exit_code(30)
-        with pytest.raises(UsageError, match="nobody is known to write more"):
+        with pytest.raises(UsageError, match="no writer is registered that would add more"):
             buffer.sample(8)
 
 

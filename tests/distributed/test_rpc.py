@@ -23,7 +23,7 @@ pytestmark = [
 
 def test_one_at_a_time_and_one_after_the_other():
     with RPCCollector([CountingEnv], frames_per_batch=10) as collector:
-        with pytest.raises(UsageError, match="once at a time"):
+        with pytest.raises(UsageError, match="can only be in one"):
             RPCCollector([CountingEnv], frames_per_batch=10)
         assert collector.next().numel() == 10
     with RPCCollector([CountingEnv], frames_per_batch=10) as collector:

@@ -123,7 +123,7 @@ def test_a_job_ends_if_one_of_its_workers_cannot_join():
         with start(f"from swath.workers.join import node; node({payloads!r}, [])") as job:
             _, err = job.communicate(timeout=150)
     assert job.returncode == 1
-    assert f"nobody listens on 127.0.0.1 port {port}" in err
+    assert f"nothing listens on 127.0.0.1 port {port}" in err
     arrival = gate.fetch(0, time.monotonic() + 10, lambda: None)
     gate.close()
     assert arrival.channel.await_end(10)
@@ -140,7 +140,9 @@ def test_a_job_that_never_starts_is_cancelled(slurm, tmp_path, caplog):
 
 def test_a_job_that_fails_before_its_worker_came_is_told_of(slurm, tmp_path):
     broken = {"slurm_setup": ["echo no such module >&2", "exit 3"]}
-    with pytest.raises(WorkerError, match=r"(?s)will not come: job \d+ .*FAILED.*no such module"):
+    with pytest.raises(
+        WorkerError, match=r"(?s)will not connect: job \d+ .*FAILED.*no such module"
+    ):
         make([CountingEnv], folder=tmp_path, conf=broken, launch_timeout=None)
 
 

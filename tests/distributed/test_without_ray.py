@@ -18,6 +18,6 @@ def test_what_needs_ray_says_how_to_get_it(monkeypatch, capsys):
     with pytest.raises(ImportError, match=r"pip install swath\[ray\]"):
         RayReplayBuffer(10)
     assert main(["collect", "CartPole-v1", "--backend", "ray"]) == 2
-    assert "pip install swath[ray]" in capsys.readouterr().err
+    assert "pip install 'swath[ray]'" in capsys.readouterr().err
     assert main(["collect", "CartPole-v1", "--address", "localhost:1"]) == 2
     assert "needs --backend ray" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_the_promises_hold_for_one_collector_after_the_other(world, backends, re
     for words in (
         "every transition came once",
         "equal seeds give equal data",
-        "at the same time: the ranks of this world work for another collector",
+        "at the same time: the ranks already work for another collector",
         "refused a connection from 127.0.0.1: it does not know the secret",
         "versions are right, a stranger was refused",
         "env: the env raised ZeroDivisionError: on purpose in step(); see the cause above [work",
@@ -84,7 +84,7 @@ def test_rank_0_does_not_wait_for_ever_for_a_rank_that_does_not_end(how, request
     assert kit.gone(ranks(out)), out
     if how == "hangs":  # of one that leaves with an exit code mpirun may take notice itself
         assert "end of the script" in out, out
-        assert "ranks [1] do not end: this job is aborted" in out, out
+        assert "ranks [1] did not end, so this job is aborted" in out, out
 
 
 def test_a_rank_that_comes_when_all_is_over_ends_with_the_others(request):

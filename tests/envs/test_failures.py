@@ -181,7 +181,7 @@ WRONG_STEPS = {
     ),
     "dtype": (lambda o, *rest: (o / 2, *rest), r"dtype float64, but .* declares \(3,\) and int64"),
     "nothing seen": (lambda o, *rest: (None, *rest), r"shape \(\) and dtype object"),
-    "ragged": (lambda o, *rest: ([[1, 2], 3], *rest), r"gives no array for 'observation'"),
+    "ragged": (lambda o, *rest: ([[1, 2], 3], *rest), r"has no array for 'observation'"),
     "four values": (
         lambda *answer: answer[:4],
         r"gave no \(observation, reward, .*ValueError: not",
@@ -295,7 +295,7 @@ def test_an_observation_that_lacks_an_entry_is_named_by_its_key():
 
     env = Lacking(observation_space=space)
     with Collector(env, frames_per_batch=10, seed=SEED) as collector:
-        with pytest.raises(EnvError, match=r"gives no array for \('b', '0'\).*IndexError"):
+        with pytest.raises(EnvError, match=r"has no array for \('b', '0'\).*IndexError"):
             collector.next()
 
 

@@ -151,7 +151,7 @@ class NeverMade(gym.Env):
         ("Nothing-v0", None, "cannot make the env 'Nothing-v0'"),
         ("no_such_module:Env-v0", None, "cannot make the env 'no_such_module:Env-v0'"),
         (CountingEnv, {"size": 3}, "unexpected keyword"),
-        (CountingEnv(), {"size": 3}, r"\['size'\] go with an env id or a callable"),
+        (CountingEnv(), {"size": 3}, r"\['size'\] can only be given with an env id or a callable"),
     ],
 )
 def test_what_cannot_be_made_is_refused(source, kwargs, message):

@@ -290,7 +290,7 @@ def test_asking_for_infos_costs_no_episode(opened):
 
 def test_infos_are_for_gymnasium_envs():
     for source in (TorchCartPole(2), GymEnv("CartPole-v1")):
-        with pytest.raises(UsageError, match="info_keys are for gymnasium envs"):
+        with pytest.raises(UsageError, match="info_keys are only for gymnasium envs"):
             SerialEnv(2, source, info_keys=["x"])
 
 

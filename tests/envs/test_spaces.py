@@ -138,5 +138,5 @@ def test_a_space_without_a_fixed_form_is_refused_by_its_key(space, key):
 
 def test_an_observation_that_clashes_with_a_key_of_ours_is_refused():
     space = spaces.Dict(action=spaces.Discrete(2))
-    with pytest.raises(UsageError, match="two things want the key 'action'"):
+    with pytest.raises(UsageError, match="two entries have the key 'action'"):
         Collector(CountingEnv(observation_space=space), frames_per_batch=10)

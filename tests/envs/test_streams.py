@@ -260,12 +260,15 @@ UNPICKLED = {
         lambda: forked([CountingEnv] * 2),
         "envs of AsyncVectorEnv live in other",
     ),
-    "EzPickle": (lambda: [Rebuilt] * 2, "EzPickle keeps of Rebuilt only how it was made"),
+    "EzPickle": (lambda: [Rebuilt] * 2, "EzPickle only keeps how the Rebuilt was made"),
     "EzPickle in a wrapper": (
         lambda: [lambda: gym.wrappers.TimeLimit(Rebuilt(), 50)] * 2,
-        "EzPickle keeps of Rebuilt",
+        "EzPickle only keeps how the Rebuilt",
     ),
-    "EzPickle in a vector env": (lambda: SyncVectorEnv([Rebuilt] * 2), "EzPickle keeps of Rebuilt"),
+    "EzPickle in a vector env": (
+        lambda: SyncVectorEnv([Rebuilt] * 2),
+        "EzPickle only keeps how the Rebuilt",
+    ),
     "socket": (lambda: [Unpicklable] * 2, "TypeError: holds a socket"),
     "one of a joined list": (
         lambda: [Unpicklable, SyncVectorEnv([CountingEnv])],

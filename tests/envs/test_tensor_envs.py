@@ -327,10 +327,10 @@ def test_what_of_torchrl_has_no_form_here_is_refused():
 
     with pytest.raises(UsageError, match="a NonTensor at 'name', which is no tensor"):
         as_group(spec_env(name=data.NonTensor(shape=())))
-    with pytest.raises(UsageError, match=r"'size' has shape \(-1, 2\), of a size that changes"):
+    with pytest.raises(UsageError, match=r"'size' has shape \(-1, 2\), a size that changes"):
         as_group(spec_env(size=data.Unbounded((-1, 2))))
     parts = torch.stack([data.Unbounded((2,)), data.Unbounded((3,))])
-    with pytest.raises(UsageError, match="'parts': parts of different forms, stacked lazily"):
+    with pytest.raises(UsageError, match="'parts': parts of different shapes, stacked lazily"):
         as_group(spec_env(parts=parts))
     with pytest.raises(UsageError, match=r"action 'action' has dtype torch.bfloat16, which numpy"):
         as_group(spec_env(data.Bounded(-1, 1, (2,), dtype=torch.bfloat16)))

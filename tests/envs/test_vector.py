@@ -139,7 +139,7 @@ def test_a_stubborn_env_cannot_cut_trajectories_or_reset_one_by_one():
     with pytest.raises(UsageError, match="max_frames_per_traj needs envs that can be reset"):
         Collector(Stubborn(2), frames_per_batch=10, max_frames_per_traj=4)
     env = GymEnv(Stubborn(2))
-    with pytest.raises(UsageError, match="cannot reset its envs one by one"):
+    with pytest.raises(UsageError, match="cannot reset single envs"):
         env.reset(mask=torch.tensor([True, False]))
 
 

@@ -135,7 +135,7 @@ def test_keys_that_are_swaths_own_are_refused_by_name(kind, key):
         def reset(self, *, seed=None, options=None):
             return {key: np.zeros(2, np.float32)}, super().reset(seed=seed)[1]
 
-    with pytest.raises(UsageError, match=f"'{key}' is to hold values, but .* stands below it"):
+    with pytest.raises(UsageError, match=f"'{key}' is the key of a value, but .* is below it"):
         kind(Named if kind is Collector else [Named], frames_per_batch=20)
 
 

@@ -36,7 +36,7 @@ def test_a_number_that_does_not_exist_is_refused_in_words(gate, caplog):
     said: list[str] = []
     assert join(invitation(gate), 7, tell=said.append) is False
     assert said == [f"127.0.0.1 port {gate.port}: there is no worker 7: they are 0 to 1."]
-    assert "worker 7 came from" in caplog.text
+    assert "worker 7 tried to connect from" in caplog.text
 
 
 def test_a_number_that_is_taken_is_told_and_kept_for_the_loss_of_the_first(gate):
@@ -52,7 +52,7 @@ def test_a_number_that_is_taken_is_told_and_kept_for_the_loss_of_the_first(gate)
     threads.append(threading.Thread(target=join, args=(invitation(gate), 1, False, tell)))
     threads[1].start()
     assert told.wait(10)
-    assert "there is a worker 1 already; this one waits" in said[0]
+    assert "worker 1 is already connected; this one waits" in said[0]
     first.channel.close()  # it is lost: the second one is there
     second = gate.fetch(1, float("inf"), lambda: None)
     second.channel.close()
@@ -65,7 +65,7 @@ def test_a_worker_says_that_nobody_listens_yet():
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(ConnectionError, match=f"nobody listens on 127.0.0.1 port {port}"):
+    with pytest.raises(ConnectionError, match=f"nothing listens on 127.0.0.1 port {port}"):
         join(Invitation("127.0.0.1", port, SECRET, 0.3), 0, tell=said.append)
     assert len(said) == 1
     assert said[0].endswith("Trying again for 0.3 s.")
@@ -87,7 +87,9 @@ def test_the_collector_logs_a_command_to_paste_for_each_worker(caplog, monkeypat
     with caplog.at_level(logging.WARNING, "swath"):
         awaited = Waiting().start(Invitation(host, 7000, SECRET, 60.0), [0, 2])
     run = f"SWATH_SECRET=$SWATH_SECRET python -m swath.workers.join {shown}:7000"
-    assert caplog.messages == [f"waiting for workers; run on their machines:\n  {run} 0\n  {run} 2"]
+    assert caplog.messages == [
+        f"waiting for workers; run these commands on their machines:\n  {run} 0\n  {run} 2"
+    ]
     awaited[2].check()
     assert caplog.messages[1:] == [f"still waiting for a worker:\n  {run} 2"]
     longer = Waiting().start(Invitation(host, 7000, SECRET, 90.0), [1])

@@ -44,7 +44,7 @@ def killed(tmp_path, monkeypatch):
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "four\n"
-        with pytest.raises(UsageError, match="a process is writing to"):
+        with pytest.raises(UsageError, match="a process is still writing to"):
             recover_dataset("data")
         process.communicate("\n", timeout=20)
     return tmp_path / "data"
@@ -60,7 +60,7 @@ def test_a_killed_runs_frames_become_a_dataset(killed, capsys):
     assert check_transitions(load_dataset("data")) == 240
     assert json.loads((killed / "swath.json").read_text())["env_id"] == "counting"
     assert not Path("data.partial").exists()
-    with pytest.raises(UsageError, match="is a whole dataset"):
+    with pytest.raises(UsageError, match="is a complete dataset"):
         recover_dataset("data")
 
 

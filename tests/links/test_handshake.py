@@ -62,13 +62,13 @@ def test_a_wrong_proof_is_answered_with_nothing():
 def test_garbage_after_the_proof_is_refused_in_words(said):
     steps = proven(admission(SECRET))
     assert steps.send(len(said).to_bytes(2, "little")) == (b"", len(said))
-    with pytest.raises(PermissionError, match="not what workers say"):
+    with pytest.raises(PermissionError, match="not that of a worker"):
         steps.send(said)
 
 
 def test_nothing_after_the_proof_is_garbage_too():
     steps = proven(admission(SECRET))
-    with pytest.raises(PermissionError, match="not what workers say"):
+    with pytest.raises(PermissionError, match="not that of a worker"):
         steps.send(b"\0\0")
 
 

@@ -140,7 +140,7 @@ class Mute(Exception):
 
 def test_an_error_that_cannot_say_anything_is_named():
     back = unpack_error(pack_error(raised(Mute(threading.Lock()))))
-    assert str(back) == "Mute: (its message cannot be had: KeyError)"
+    assert str(back) == "Mute: (its message could not be read: KeyError)"
 
 
 @pytest.mark.parametrize("cause", [None, KeyError("x")])

@@ -77,7 +77,7 @@ def test_a_row_is_contiguous_in_time_order():
 
 
 def test_a_key_that_two_fields_want_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"two things want the key \('next', 'done'\)"):
+    with pytest.raises(UsageError, match=r"two entries have the key \('next', 'done'\)"):
         Layout([FIELDS[2], FIELDS[2]], steps=1, envs=1)
 
 

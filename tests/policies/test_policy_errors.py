@@ -66,9 +66,9 @@ def with_extra(name: Any, value: Any) -> Callable[[Any], Any]:
         (lambda x: 1, None, spaces.Discrete(3, start=5), r"outside .*start=5.*: 1"),
         (lambda x: x[:1] * torch.nan, None, TORQUE, r"'action' is not finite: \[nan\]"),
         (lambda x: x[:, :1] / 0, 3, TORQUE, r"'action' is not finite: \[-?inf\] in row 0 of 3"),
-        (lambda x: {"logits": x}, 3, None, r"gives no 'action'; it gave \[\"'logits'\"\]"),
-        (lambda x: {"a": zeros(3)(x)}, 3, PAIR, r"gives no \('action', 'b'\); it gave"),
-        (lambda x: zeros(3)(x), 3, PAIR, r"gives no \('action', 'a'\); it gave \[\]"),
+        (lambda x: {"logits": x}, 3, None, r"returned no 'action'; it returned \[\"'logits'\"\]"),
+        (lambda x: {"a": zeros(3)(x)}, 3, PAIR, r"returned no \('action', 'b'\); it returned"),
+        (lambda x: zeros(3)(x), 3, PAIR, r"returned no \('action', 'a'\); it returned \[\]"),
         (lambda x: zeros(2, 3)(x), 2, spaces.Tuple([TORQUE] * 2), r"gives no \('action', '0'\)"),
         (
             lambda x: torch.tensor([300]),
@@ -83,7 +83,12 @@ def with_extra(name: Any, value: Any) -> Callable[[Any], Any]:
             None,
             r"a Out of 2 values whose first value is 'value'; it must be the action",
         ),
-        (Mod(Argmax(), ["observation"], ["act"]), 3, None, r"gives no 'action'; it gave .*'act'"),
+        (
+            Mod(Argmax(), ["observation"], ["act"]),
+            3,
+            None,
+            r"returned no 'action'; it returned .*'act'",
+        ),
     ],
 )
 def test_a_wrong_action_is_refused_at_construction(policy, num_envs, space, message):
@@ -130,7 +135,7 @@ def test_an_output_of_a_module_may_not_replace_an_observation():
 @pytest.mark.parametrize(
     ("in_keys", "message"),
     [
-        (["pixels"], r"the policy reads 'pixels', which nothing provides. The env gives 'observ"),
+        (["pixels"], r"the policy reads 'pixels', which nothing provides. The env provides 'obs"),
         (["observation", ("a", "b")], r"reads \('a', 'b'\), which nothing provides"),
         (["observation", "h", "c"], r"reads 'h', 'c', .*Change the in_keys.*'next', key"),
     ],
@@ -145,7 +150,10 @@ def test_a_key_that_nothing_provides_is_named(in_keys, message):
     [
         (3, r"policy is 3; expected None \(random\), a callable"),
         ("CartPole-v1", r"policy is 'CartPole-v1'; expected"),
-        (Argmax, r"policy is <class .*Argmax'>; .*Pass an object, or what makes one"),
+        (
+            Argmax,
+            r"policy is <class .*Argmax'>; .*Pass a policy, or pass a function that makes one",
+        ),
     ],
 )
 def test_what_is_no_policy_is_refused(policy, message):
@@ -239,7 +247,7 @@ CHANGES: dict[str, tuple[Any, Any, Any, str]] = {
         None,
         r"another form .*'value'",
     ),
-    "no dict": (valued, discrete, None, r"answer is a Tensor of another form"),
+    "no dict": (valued, discrete, None, r"returned a Tensor that differs from its first call"),
 }
 
 
@@ -304,7 +312,7 @@ def test_a_module_that_writes_nothing_new_gives_no_action():
         def __call__(self, data: TensorDict) -> TensorDict:
             return data
 
-    with pytest.raises(PolicyError, match=r"gives no 'action'; it gave \[\]"):
+    with pytest.raises(PolicyError, match=r"returned no 'action'; it returned \[\]"):
         make_collector(Empty())
 
 
@@ -326,7 +334,7 @@ class Rowwise(nn.Module):
 )
 def test_a_policy_that_wants_a_batch_dimension_is_told_how_to_get_one(policy, space):
     lone = make_envs(None, TORQUE, observation_space=space)
-    message = r"lone env has no batch dimension.*: pass the env in a list, \[env\]"
+    message = r"single env has no batch dimension.*Pass the env in a list, \[env\]"
     with pytest.raises(PolicyError, match=message):
         make_collector(policy, lone)
     if isinstance(policy, Rowwise):

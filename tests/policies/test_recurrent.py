@@ -245,7 +245,7 @@ def test_reset_at_each_batch_starts_the_state_anew():
         ),
         (
             RecurrentPolicy(lambda x, s: (discrete(x), {"h": s["h"]}), {"h": START, "c": START}),
-            r"gives no \('policy_state', 'c'\); it gave",
+            r"returned no \('policy_state', 'c'\); it returned",
         ),
         (RecurrentPolicy(step, 3.0), r"initial_state has a float at 'policy_state'"),
         (RecurrentPolicy(step, [START]), r"initial_state has a list"),

@@ -206,7 +206,7 @@ def test_one_that_takes_a_tensor_is_told_how_to_ask_for_a_tensordict():
     def policy(state):
         return state.set("action", choose(state["observation"]))
 
-    with pytest.raises(PolicyError, match=r"call its argument td or tensordict"):
+    with pytest.raises(PolicyError, match=r"name its argument td or tensordict"):
         make_collector(policy)
 
 

@@ -47,5 +47,5 @@ def test_who_waits_for_a_job_hears_that_nobody_looks_after_it_any_more(
             submitter.kill()
     while (how := request.ended()) is None:
         time.sleep(0.05)
-    assert "the process that submits the jobs has said nothing" in how
+    assert "the process that submits the jobs has written nothing" in how
     request.cancel()

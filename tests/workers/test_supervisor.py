@@ -43,7 +43,10 @@ def test_so_many_are_forgiven_and_no_more(most):
         (Died("process 7", ending(-signal.SIGSEGV)), "killed by SIGSEGV (a crash in native code"),
         (Died("process 7", ending(-signal.SIGTERM)), "was killed by SIGTERM."),
         (Died("process 7", ending(0)), "ended by itself with exit code 0"),
-        (Died("process 7", ending(7)), "ended by itself with exit code 7; look for os._exit"),
+        (
+            Died("process 7", ending(7)),
+            "ended by itself with exit code 7; look for a call of os._exit",
+        ),
         (
             Died("process 7", ending(-9), late=2.5),
             "no answer for 2.5 s (worker_timeout) and was killed",

@@ -53,9 +53,15 @@ STORED: Any = object()
 
 
 class BaseCollector(IterableDataset[Any], abc.ABC):
-    """Iterate over batches; again after a `break`, nothing is lost.
+    """Base class of all collectors, to be used with `isinstance`.
 
-    Subclasses say where rollouts come from.
+    A collector is an iterator over batches. A loop that was left by `break` can be entered again,
+    and nothing is lost.
+
+    Examples:
+        >>> from swath.collectors import Collector
+        >>> issubclass(Collector, BaseCollector)
+        True
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
@@ -162,8 +168,8 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._check_open()
         if self.is_running() and not self._in_background():
             raise UsageError(
-                "this collector collects in the background: draw from the replay buffer. "
-                "async_shutdown() ends it."
+                "this collector is collecting in the background, so draw batches from the "
+                "replay buffer. async_shutdown() stops it."
             )
         while True:
             if self._made is None:
@@ -248,7 +254,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             if self._closed and not isinstance(error, ClosedError):
                 # By another thread, or a signal handler of this one: what failed was closed for it.
                 raise ClosedError(
-                    "this collector was shut down while it was waited for."
+                    "this collector was shut down while a call was waiting for it."
                 ) from error
             raise
         if answer is None:
@@ -279,7 +285,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             warnings.warn(
                 f"total_frames is reached with {held.trajectories} whole trajectories "
                 f"({held.frames} frames), fewer than trajs_per_batch, and {held.open_frames} "
-                "frames of unfinished ones left over; partial() gives them.",
+                "frames of unfinished ones left over; partial() returns them.",
                 stacklevel=5,
             )
 
@@ -326,9 +332,10 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             Function().read("post_collect_hook", hook)
         if hook is not None and self._writer == "workers":
             raise UsageError(
-                "the workers write to the replay buffer by themselves since start(), so no batch "
-                "comes here that post_collect_hook could be called with. Set it before start(): "
-                "then this process writes. Or let postproc do the work, which runs in the workers."
+                "since start() the workers write to the replay buffer directly, so this "
+                "process has no batches for post_collect_hook. Set the hook before start(): "
+                "then this process writes to the buffer. Or use postproc, which runs in the "
+                "workers."
             )
         self._output.hook = hook
 
@@ -342,11 +349,15 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._check_open()
         buffer = self.options.replay_buffer
         if buffer is None:
-            raise UsageError("start() collects into a replay buffer; pass replay_buffer=.")
+            raise UsageError(
+                "start() needs a replay buffer to collect into; pass replay_buffer= to the "
+                "collector."
+            )
         if self.options.publishes_every > 0:
             raise UsageError(
-                "weights cannot be published in the background, where your optimizer may be in the "
-                "middle of a step; call update_policy_weights_() yourself between steps."
+                "update_at_each_batch cannot be used with start(): the weights would be "
+                "published while your optimizer may be in the middle of a step. Call "
+                "update_policy_weights_() yourself between steps."
             )
         if self.is_running():
             raise UsageError("this collector was started already.")

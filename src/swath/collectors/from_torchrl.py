@@ -82,8 +82,8 @@ def _is_collector(value: Any) -> bool:
 _LOCAL = ("workers",)
 _MACHINES = ("cluster", "ray")
 _OPENS = (
-    "it is Collector itself that opens another collector; make a MultiSyncCollector, a "
-    "MultiAsyncCollector or one of swath.collectors.distributed."
+    "only Collector itself can open another collector; make a MultiSyncCollector, a "
+    "MultiAsyncCollector or a collector of swath.collectors.distributed."
 )
 _PUBLISHES = (
     "swath publishes weights itself: call update_policy_weights_(weights), or give "
@@ -105,12 +105,12 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="auto_register_policy_transforms",
         nothing=ANY,
-        says="The recurrent state of a policy is carried, whatever transforms the env has.",
+        says="swath keeps the recurrent state of a policy, whatever transforms the env has.",
     ),
     Option(
         name="extend_buffer",
         nothing=ANY,
-        says="A batch is always written to the replay buffer whole.",
+        says="Whole batches are always written to the replay buffer.",
     ),
     Option(
         name="interruptor",
@@ -121,24 +121,29 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="local_init_rb",
         nothing=ANY,
-        says="The replay buffer lives in your process, and is prepared by the first batch.",
+        says="The replay buffer is in your process, and the first batch allocates its memory.",
     ),
-    Option(name="no_cuda_sync", nothing=ANY, says="swath waits where it has to, and only there."),
+    Option(
+        name="no_cuda_sync",
+        nothing=ANY,
+        says="swath synchronises with the GPU only where it has to.",
+    ),
     Option(name="replay_buffer_chunk", nothing=ANY, says="Batches are written whole."),
     Option(
         name="return_same_td",
         nothing=(False, None),
-        says="a batch never changes after it is delivered, so each is another TensorDict; leave "
-        "it out.",
+        says="a batch never changes after it was delivered, so each batch is a new TensorDict; "
+        "leave it out.",
         tried=(True,),
     ),
     Option(
         name="track_policy_version",
         nothing=(False, None),
         when=lambda value, given: not isinstance(value, bool),
-        page='An object of TorchRL\'s is refused: `("collector", "policy_version")` has it anyway.',
-        says='the version of each frame is in ("collector", "policy_version"), always; True '
-        "writes it at the root, too.",
+        page="A version tracker of TorchRL is refused, since the version is always in "
+        '`("collector", "policy_version")`.',
+        says='the version of each frame is always in ("collector", "policy_version"); True also '
+        "stores it at the root.",
         tried=("a PolicyVersion",),
     ),
     Option(
@@ -172,7 +177,7 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="weight_recv_schemes",
         nothing=(None,),
-        says="swath's workers get weights from their collector alone.",
+        says="swath's workers get weights only from their collector.",
         tried=({"policy": "a scheme"},),
     ),
     Option(
@@ -186,7 +191,9 @@ _OPTIONS: tuple[Row, ...] = (
     ),
     Option(name="weight_updater", nothing=(None,), says=_PUBLISHES, tried=("an updater",)),
     Option(
-        name="worker_idx", nothing=ANY, says="It is kept as an attribute; swath counts by itself."
+        name="worker_idx",
+        nothing=ANY,
+        says="It is kept as an attribute; swath numbers its workers itself.",
     ),
     # -- other values ---------------------------------------------------------------------------
     Option(
@@ -194,8 +201,8 @@ _OPTIONS: tuple[Row, ...] = (
         outcome="translated",
         when=_has_warmup,
         into=_without_warmup,
-        says="`warmup` among the arguments has no effect: how often the policy is called before "
-        "is swath's.",
+        says="The argument `warmup` has no effect: swath decides how often the policy is called "
+        "before.",
         tried=({"warmup": 1, "backend": "eager"},),
     ),
     Option(
@@ -209,7 +216,7 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="num_sub_threads",
         outcome="translated",
-        page="Another name of `num_threads`: threads of torch in each worker.",
+        page="Another name of `num_threads`, the number of torch threads in each worker.",
         scopes=_LOCAL,
         nothing=(None,),
         alias_of="num_threads",
@@ -220,43 +227,47 @@ _OPTIONS: tuple[Row, ...] = (
         name="num_threads",
         scopes=_LOCAL,
         when=_beside_sub_threads,
-        page="Threads of torch in each worker. Beside `num_sub_threads` it means threads of your "
-        "process, and has no effect: swath leaves these alone.",
+        page="The number of torch threads in each worker. Together with `num_sub_threads` it "
+        "means the threads of your process and has no effect, since swath does not change "
+        "those.",
         nothing=ANY,
-        says="Beside `num_sub_threads` it means threads of your process, which swath leaves "
-        "alone; without, threads of each worker.",
+        says="Together with `num_sub_threads` it means the threads of your process, which swath "
+        "does not change; alone, those of each worker.",
     ),
     Option(
         name="collector_class",
         scopes=_LOCAL,
         nothing=_is_collector,
-        page="`Collector` has no effect; a class of your own is refused, since each worker runs "
-        "swath's own loop. See `init_fn`, `postproc` and `map_fn`, or subclass the collector.",
-        says="each worker runs swath's own loop; for what yours does, see init_fn, postproc and "
-        "map_fn, or subclass this collector.",
+        page="`Collector` has no effect. A class of your own is refused, since each worker runs "
+        "swath's own loop; use `init_fn`, `postproc` and `map_fn`, or subclass the "
+        "collector.",
+        says="each worker runs swath's own loop. Use init_fn, postproc and map_fn instead, or "
+        "subclass this collector.",
         tried=(dict,),
     ),
     Option(
         name="cat_results",
         owners=("MultiAsyncCollector",),
         nothing=("stack", None),
-        says="a batch is of one worker, so there is nothing to put together; leave it out.",
+        says="a batch holds the rollout of one worker, so there is nothing to concatenate; "
+        "leave it out.",
         tried=(0,),
     ),
     Option(
         name="preemptive_threshold",
         owners=("MultiAsyncCollector",),
         nothing=ANY,
-        says="A batch is of one worker, and nobody waits for the others.",
+        says="A batch holds the rollout of one worker, and does not wait for the others.",
     ),
     Option(
         name="sync",
         scopes=_LOCAL,
         owners=("MultiSyncCollector",),
         nothing=(True, None),
-        page="`True` has no effect; `False` is refused: that is MultiAsyncCollector. "
-        "`MultiCollector(sync=...)` is either of them.",
-        says="its batches are of all workers; MultiAsyncCollector is the other one.",
+        page="`True` has no effect. `False` is refused; use MultiAsyncCollector. "
+        "`MultiCollector(sync=...)` makes either of them.",
+        says="its batches hold rollouts of all workers; for batches of one worker use "
+        "MultiAsyncCollector.",
         tried=(False,),
     ),
     Option(
@@ -264,8 +275,9 @@ _OPTIONS: tuple[Row, ...] = (
         scopes=_LOCAL,
         owners=("MultiAsyncCollector",),
         nothing=(False, None),
-        page="`False` has no effect; `True` is refused: that is MultiSyncCollector.",
-        says="its batches are of one worker each; MultiSyncCollector is the other one.",
+        page="`False` has no effect. `True` is refused; use MultiSyncCollector.",
+        says="its batches hold the rollout of one worker; for batches of all workers use "
+        "MultiSyncCollector.",
         tried=(True,),
     ),
     Option(
@@ -273,44 +285,46 @@ _OPTIONS: tuple[Row, ...] = (
         outcome="translated",
         owners=("RPCCollector",),
         into=lambda value, given: {"backend": "rpc"},
-        says="It is torch.distributed.rpc, whatever is given.",
+        says="Rollouts and weights are always sent with torch.distributed.rpc.",
         tried=("gloo",),
     ),
     Option(
         name="use_env_creator",
         scopes=("ray",),
         nothing=ANY,
-        says="Makers travel as they are.",
+        says="Functions that make envs are sent to workers as they are.",
     ),
     # -- the front door of Collector ------------------------------------------------------------
     Option(
         name="backend",
         scopes=("inline",),
         nothing=(None, "direct"),
-        page="`Collector(backend=...)` opens another collector: `process` (or `multiprocessing`) a "
-        "MultiAsyncCollector or, with `sync=True`, a MultiSyncCollector; `rpc`, `distributed`, "
-        "`submitit` and `ray` those of `swath.collectors.distributed`. A subclass refuses it.",
+        page="`Collector(backend=...)` makes another collector. `process` (or "
+        "`multiprocessing`) makes a MultiAsyncCollector, or with `sync=True` a "
+        "MultiSyncCollector; `rpc`, `distributed`, `submitit` and `ray` make a collector "
+        "of `swath.collectors.distributed`. Subclasses of Collector refuse the option.",
         says=_OPENS,
     ),
     Option(
         name="backend_options",
         scopes=("inline",),
         nothing=(None, {}),
-        page="Further options of the collector that `backend` opens.",
+        page="More options for the collector that `backend` makes.",
         says=_OPENS,
     ),
     Option(
         name="num_collectors",
         scopes=("inline",),
         nothing=(None, 1),
-        page="How many workers the collector has that `backend` opens; `process` by default.",
+        page="The number of workers of the collector that `backend` makes; the default of "
+        "`backend` is then `process`.",
         says=_OPENS,
     ),
     Option(
         name="sync",
         scopes=("inline",),
         nothing=(None,),
-        page="Which of two collectors `backend` opens: one that waits for all workers, or not.",
+        page="Whether the collector that `backend` makes waits for all workers.",
         says=_OPENS,
     ),
     # -- other names ----------------------------------------------------------------------------
@@ -334,15 +348,15 @@ _OPTIONS: tuple[Row, ...] = (
         outcome="translated",
         scopes=_MACHINES,
         alias_of="max_weight_update_interval",
-        says="DistributedSyncCollector publishes after every batch if nothing is said.",
+        says="The default of DistributedSyncCollector is to publish after every batch.",
         tried=(2,),
     ),
     Option(
         name="pin_memory",
         outcome="refused",
         nothing=(None, False),
-        says="batches on the CPU are views of shared memory; move them with "
-        "batch.pin_memory().to(device), or give storing_device.",
+        says="batches on the CPU are views of shared memory, which cannot be pinned. Move them "
+        "with batch.pin_memory().to(device), or give storing_device.",
         tried=(True,),
     ),
 )
@@ -353,12 +367,12 @@ _VARIABLES: tuple[Row, ...] = (
         outcome="same",
         option="tcp_port",
         scopes=("cluster",),
-        says="The port that workers dial, where `tcp_port` is not given.",
+        says="The port that workers connect to if `tcp_port` is not given.",
     ),
     Variable(
         name="MAX_IDLE_COUNT",
         outcome="no effect",
-        says="No worker idles; see `worker_timeout`.",
+        says="swath does not count idle rounds; see `worker_timeout`.",
     ),
     Variable(
         name="RCP_IDLE_TIMEOUT",
@@ -368,7 +382,8 @@ _VARIABLES: tuple[Row, ...] = (
     Variable(
         name="TORCHRL_WEIGHT_SYNC_TIMEOUT",
         outcome="no effect",
-        says="Publishing waits for nobody; `update_policy_weights_(wait=True)` watches workers.",
+        says="Publishing does not wait; `update_policy_weights_(wait=True)` waits as long as "
+        "the workers are alive.",
     ),
 )
 
@@ -393,8 +408,8 @@ _NAMES: tuple[Row, ...] = (
     ),
     _no_such(
         "ProfileConfig",
-        'put torch.profiler.profile() around the iteration; stats()["time"] says where the time '
-        "of the workers goes.",
+        'put torch.profiler.profile() around the iteration; stats()["time"] says how the '
+        "workers spend their time.",
     ),
     *(
         _no_such(name, _PUBLISHES)

@@ -49,7 +49,7 @@ def _checked_direct(count: int | None, said: Mapping[str, Any]) -> None:
     """Refuse what is for collectors with workers, beside one without."""
     if count not in (None, 1):
         raise UsageError(
-            f"backend='direct' is at most one collector, in this process; num_collectors is "
+            "backend='direct' means one collector in this process, but num_collectors is "
             f"{count}. Give backend='process' for workers."
         )
     for name in ("sync", "backend_options"):
@@ -83,8 +83,8 @@ def _makers(create_env_fn: Any, count: int | None) -> list[Any]:
         return [create_env_fn] * (count or 1)
     if count not in (None, len(create_env_fn)):
         raise UsageError(
-            f"num_collectors is {count}, which does not match the {len(create_env_fn)} env makers; "
-            "each is for one worker. Leave it out, or pass one maker."
+            f"num_collectors is {count}, but {len(create_env_fn)} env makers were given, one "
+            "for each worker. Leave num_collectors out, or pass one maker."
         )
     return list(create_env_fn)
 

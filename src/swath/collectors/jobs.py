@@ -86,7 +86,7 @@ def check_entries(name: str, value: Any, count: int | None) -> None:
             "as many collectors as there is room for" if count is None else f"{count} collectors"
         )
         raise UsageError(
-            f"{name} has {len(value)} entries for {nodes}; give one for all or one for each."
+            f"{name} has {len(value)} entries for {nodes}; give one entry for all or one for each."
         )
 
 
@@ -95,8 +95,8 @@ def sources_of(create_env_fn: Any, num_workers: int | None, name: str = "num_wor
     if isinstance(create_env_fn, (list, tuple)):
         if num_workers not in (None, len(create_env_fn)):
             raise UsageError(
-                f"{name} is {num_workers}, but {len(create_env_fn)} env makers were given: "
-                f"each is for one worker. Leave {name} out, or pass one maker."
+                f"{name} is {num_workers}, but {len(create_env_fn)} env makers were given, one "
+                f"for each worker. Leave {name} out, or pass one maker."
             )
         sources = list(create_env_fn)
     else:
@@ -178,8 +178,8 @@ def check_equal(first: Ready, other: Ready, number: int) -> None:
         ours, theirs = ({(f.key, f.shape, f.dtype) for f in r.fields} for r in (first, other))
         raise UsageError(
             f"worker {number} collects other data than worker 0: it has "
-            f"{sorted(theirs - ours, key=str)}, worker 0 has {sorted(ours - theirs, key=str)}. All "
-            "need equal spaces and policies."
+            f"{sorted(theirs - ours, key=str)}, worker 0 has {sorted(ours - theirs, key=str)}. "
+            "All workers need envs with equal spaces, and equal policies."
         )
     if first.weights != other.weights:
         raise UsageError(f"the policy of worker {number} has other weights than that of worker 0.")

@@ -33,9 +33,9 @@ class Learner:
         if self._changes not in (None, changes):
             self._weights.clear()
             warnings.warn(
-                "the policy has changed since the last batch, and its weights were never "
-                "published: frames are collected with copies of the weights of the beginning. Call "
-                "collector.update_policy_weights_() after you have trained, or pass "
+                "the policy has changed since the last batch, but its weights were never "
+                "published, so the workers still collect with copies of its first weights. "
+                "Call collector.update_policy_weights_() after each training step, or pass "
                 "update_at_each_batch=True.",
                 stacklevel=stacklevel + 1,
             )

@@ -48,9 +48,10 @@ __all__ = ["MultiCollector"]
 
 
 class MultiCollector(CrewedCollector):
-    """Workers, their weights and their state; subclasses say which rollouts make a batch.
+    """Base class of the collectors with worker processes.
 
-    `MultiCollector(sync=True, ...)` is a `MultiSyncCollector`, with False a `MultiAsyncCollector`.
+    `MultiCollector(sync=True, ...)` makes a `MultiSyncCollector`, and `sync=False` makes a
+    `MultiAsyncCollector`.
     """
 
     _batches_are: str
@@ -67,8 +68,8 @@ class MultiCollector(CrewedCollector):
             return cls
         if options.get("sync") is None:
             raise UsageError(
-                "sync is missing: True makes a MultiSyncCollector of MultiCollector, False a "
-                "MultiAsyncCollector."
+                "MultiCollector needs the option sync: True makes a MultiSyncCollector, False "
+                "a MultiAsyncCollector."
             )
         from swath import collectors
 
@@ -125,8 +126,8 @@ class MultiCollector(CrewedCollector):
     def _rollout(self) -> Any:
         if self._storing.on and not self._in_background():
             raise UsageError(
-                "the workers of this collector write to the replay buffer by themselves since "
-                "start(); draw from it."
+                "since start() the workers of this collector write to the replay buffer "
+                "directly; draw batches from the buffer."
             )
         return super()._rollout()
 
@@ -180,8 +181,9 @@ class MultiCollector(CrewedCollector):
         source = self._module() if policy_or_weights is None else policy_or_weights
         if source is None and self._forms.weights.shapes:
             raise UsageError(
-                "the workers made their policies with policy_factory, so there is nothing here to "
-                "publish; pass the weights: update_policy_weights_(policy)."
+                "the workers made their policies with policy_factory, so this process has no "
+                "policy whose weights it could publish; pass the weights: "
+                "update_policy_weights_(policy)."
             )
         numbers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         numbers = list(self._numbers if numbers is None else numbers)
@@ -379,8 +381,9 @@ class MultiCollector(CrewedCollector):
         """Continue where `state_dict` was taken; see `BaseCollector`."""
         if self._storing.on and self._assembler is not None:
             raise UsageError(
-                "with trajs_per_batch the workers put trajectories together by themselves since "
-                "start(), and this state has others; make a new collector, load it there, start it."
+                "with trajs_per_batch the workers assemble trajectories themselves since "
+                "start(), so this state cannot be loaded now. Make a new collector, load the "
+                "state, and call start() afterwards."
             )
         super().load_state_dict(state)
 
@@ -412,8 +415,8 @@ class MultiCollector(CrewedCollector):
     def _check_keeps_envs(self, close_env: bool) -> None:
         if not close_env:
             raise UsageError(
-                "close_env=False is for Collector, whose envs live in this process; workers have "
-                "made theirs, and close them when they end. Leave it out."
+                "close_env=False is for Collector, whose envs are in this process; workers "
+                "close their own envs when they end. Leave it out."
             )
 
     def _shutdown(self, timeout: float, close_env: bool) -> None:

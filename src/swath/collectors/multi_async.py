@@ -21,6 +21,7 @@ from swath.workers.messages import Died, Failed, Rolled
 
 __all__ = ["AsyncCollector", "MultiAsyncCollector"]
 
+_ONE = "a batch holds the rollout of one worker"
 _SYNC = "it is for MultiSyncCollector"
 _AHEAD = 2
 """Rollouts of one worker that are ordered or wait to be delivered: it fills one meanwhile."""
@@ -53,7 +54,7 @@ class MultiAsyncCollector(MultiCollector):
             with one entry for each worker. An entry may itself be a list: several envs.
         policy: None (random), a callable or `nn.Module` from observation to action, or a
             `tensordict.nn` module. Each worker gets a copy.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is that of one worker.
+        **options: See [options](options.md); `frames_per_batch` is that of one worker.
 
     Examples:
         >>> makers = ["CartPole-v1", "CartPole-v1"]
@@ -63,9 +64,9 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _without: Mapping[str, str] = {
-        "cat_results": f"a batch is of one worker, so there is nothing to put together; {_SYNC}",
-        "preemptive_threshold": f"a batch is of one worker, and nobody waits; {_SYNC}",
-        "collect_ahead": f"its workers go on while you train anyway; {_SYNC}",
+        "cat_results": f"{_ONE}, so there is nothing to concatenate; {_SYNC}",
+        "preemptive_threshold": f"{_ONE}, which waits for no other; {_SYNC}",
+        "collect_ahead": f"its workers continue while you train in any case; {_SYNC}",
     }
     _refreshes = True
     _batches_are = "batches of one worker each"
@@ -227,7 +228,7 @@ class AsyncCollector(MultiAsyncCollector):
     Args:
         create_env_fn: What `Collector` takes, except env objects: the worker makes its own.
         policy: As for `MultiAsyncCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Examples:
         >>> with AsyncCollector("CartPole-v1", frames_per_batch=50, total_frames=100) as collector:
@@ -237,7 +238,7 @@ class AsyncCollector(MultiAsyncCollector):
 
     _without: Mapping[str, str] = {
         **MultiAsyncCollector._without,
-        "num_workers": "it has one worker; it is for MultiAsyncCollector",
+        "num_workers": "it has one worker; use MultiAsyncCollector for several",
     }
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:

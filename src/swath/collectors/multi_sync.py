@@ -60,7 +60,7 @@ class MultiSyncCollector(MultiCollector):
             with one entry for each worker. An entry may itself be a list: several envs.
         policy: None (random), a callable or `nn.Module` from observation to action, or a
             `tensordict.nn` module. Each worker gets a copy.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Examples:
         >>> makers = ["CartPole-v1", "CartPole-v1"]
@@ -72,7 +72,8 @@ class MultiSyncCollector(MultiCollector):
     """
 
     _without: Mapping[str, str] = {
-        "max_lag": "rollouts begin with the newest weights anyway; it is for MultiAsyncCollector"
+        "max_lag": "its rollouts begin with the newest weights in any case; the option is for "
+        "MultiAsyncCollector"
     }
     _batches_are = "batches of all workers"
 
@@ -96,8 +97,8 @@ class MultiSyncCollector(MultiCollector):
         storing = {str(self.options.devices(number).storing) for number in members}
         if len(storing) > 1:
             raise UsageError(
-                f"storing_device is {sorted(storing)}; a batch of all workers is stored on one "
-                "device. Give one, or use MultiAsyncCollector."
+                f"storing_device is {sorted(storing)}; but a batch of all workers is stored on "
+                "one device. Give one device, or use MultiAsyncCollector."
             )
         self._moved = self._transfer(layout, members[0])
 
@@ -119,12 +120,12 @@ class MultiSyncCollector(MultiCollector):
         how = self.options.cat_results
         if not even and how != 0:
             raise UsageError(
-                f"the workers have {envs} envs; with different numbers of envs cat_results "
+                f"the workers have {envs} envs; with different numbers of envs, cat_results "
                 "must be 0."
             )
         if not even_steps and (how == "stack" or (how == 0 and batched)):
             raise UsageError(
-                f"the workers make {steps} steps; with different numbers of steps cat_results "
+                f"the workers make {steps} steps; with different numbers of steps, cat_results "
                 "must be -1."
             )
         if not batched:
@@ -133,7 +134,7 @@ class MultiSyncCollector(MultiCollector):
         if len({lead[how == 0 :] for lead in leads}) > 1:
             raise UsageError(
                 f"the envs of the workers are arranged as {leads}, which cannot be put into one "
-                "batch. Give all workers alike envs, or use MultiAsyncCollector."
+                "batch. Give all workers the same kind of envs, or use MultiAsyncCollector."
             )
         if how == 0:
             return (sum(lead[0] for lead in leads), *leads[0][1:])

@@ -39,23 +39,23 @@ __all__ = ["Options", "Scope"]
 
 _CLASHES = {
     ("trajs_per_batch", "split_trajs"): "trajs_per_batch already delivers whole trajectories",
-    ("trajs_per_batch", "compact_obs"): "whole trajectories hold their next observations",
-    ("trajs_per_batch", "reset_when_done"): "an env that stays ended has one trajectory",
+    ("trajs_per_batch", "compact_obs"): "whole trajectories always hold their next observations",
+    ("trajs_per_batch", "reset_when_done"): "an env that is never reset has only one trajectory",
     ("trajs_per_batch", "max_lag"): (
-        "it is rollouts that are held back, and whole trajectories wait for their ends and for one "
-        "another while you publish; leave max_lag out, or trajs_per_batch"
+        "max_lag can hold back rollouts, but a whole trajectory has to wait for its end while "
+        "you publish new versions; leave max_lag out, or trajs_per_batch"
     ),
     ("reset_at_each_iter", "reset_when_done"): (
-        "reset_at_each_iter resets what reset_when_done=False leaves alone"
+        "reset_at_each_iter resets the envs that reset_when_done=False does not reset"
     ),
     ("update_at_each_batch", "max_weight_update_interval"): (
-        "the first publishes before each batch anyway"
+        "the first publishes before each batch in any case"
     ),
 }
 """Pairs of options that cannot both be other than by default or -1, and why."""
 _ENVS = (
-    "how many envs there are is said where they are made: SerialEnv(8, make), a list of makers, "
-    "or num_workers"
+    "say how many envs there are where you make them: SerialEnv(8, make), a list of makers, or "
+    "num_workers"
 )
 _FRAMES = "give frames_per_batch, the frames of all envs in one batch"
 _ELSEWHERE = {
@@ -333,10 +333,10 @@ class Options:
                 raise UsageError(f"{' and '.join(names)} do not go together: {reason}.")
         if self.trajs_per_batch and self.set_truncated and not self.reset_at_each_iter:
             raise UsageError(
-                "trajs_per_batch and set_truncated do not go together: what is marked truncated at "
-                "the end of a rollout goes on in the next, so parts would pass for whole "
-                "trajectories. Leave set_truncated out, or give reset_at_each_iter=True as well, "
-                "which ends them there."
+                "trajs_per_batch and set_truncated do not go together: an episode that is "
+                "marked truncated at the end of a rollout continues in the next one, so parts "
+                "of it would look like whole trajectories. Leave set_truncated out, or give "
+                "reset_at_each_iter=True as well, which ends the episodes there."
             )
         if self.traj_format != "padded" and self.trajs_per_batch is None:
             raise UsageError("traj_format goes with trajs_per_batch; give that, or leave it out.")

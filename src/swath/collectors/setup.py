@@ -56,8 +56,8 @@ def check_state(state: Any, ours: Setup) -> None:
     found = state.get("format") if isinstance(state, Mapping) else None
     if found == 1:
         raise UsageError(
-            "this state is of format 1, which does not say of what set-up it is; 2 is expected. "
-            "Load it with the version of swath that wrote it."
+            "this state has format 1, which does not describe its set-up; format 2 is "
+            "expected. Load it with the version of swath that wrote it."
         )
     if found != FORMAT:
         raise UsageError(
@@ -80,8 +80,8 @@ def check_state(state: Any, ours: Setup) -> None:
                 for some, other in ((there, here), (here, there))
             )
         raise UsageError(
-            f"this state is of {there}; this collector has {here}. Nothing was changed; load the "
-            "state into a collector that is made as the one was that it comes from."
+            f"this state is of {there}; this collector has {here}. Nothing was changed; load "
+            "the state into a collector that is made in the same way as the one that was saved."
         )
 
 
@@ -122,6 +122,6 @@ def opened(state: Mapping[str, Any]) -> Any:
 def _unreadable(why: str) -> UsageError:
     return UsageError(
         f"the pickled part of this state cannot be read ({why}), so nothing was changed. It is "
-        "damaged, or needs modules that are not here. It holds pickled envs: load only states "
-        "that you trust."
+        "damaged, or needs modules that cannot be imported here. It holds pickled envs: load "
+        "only states that you trust."
     )

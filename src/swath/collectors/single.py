@@ -42,7 +42,7 @@ class Collector(BaseCollector):
             callable that makes one, or a list of such.
         policy: None (random), a callable or `nn.Module` from observation to action, or a
             `tensordict.nn` module.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Examples:
         >>> from swath.envs import SerialEnv
@@ -241,9 +241,9 @@ class Collector(BaseCollector):
     def _ended_episodes(self) -> Episodes:
         if isinstance(self._runner, DeviceRunner):
             raise UsageError(
-                "the episodes of torch-native envs are counted on their device, where only sums "
-                "are kept: stats() has the means. For each episode, pass trajs_per_batch or "
-                "split_trajs and sum up the rewards of a trajectory."
+                "for torch-native envs on a GPU only sums over episodes are kept: stats() has "
+                "the means. To get the return of each episode, pass trajs_per_batch or "
+                "split_trajs and sum the rewards of each trajectory."
             )
         return self._runner.episodes
 
@@ -254,7 +254,7 @@ class Collector(BaseCollector):
     def _load_source_state(self, state: Any) -> None:
         if state["envs"] is None:
             warnings.warn(
-                "this state holds no envs, since they could not be pickled: new episodes start.",
+                "this state has no envs, since they could not be pickled, so new episodes start.",
                 stacklevel=3,
             )
         self._runner.load_state_dict(state)
@@ -296,7 +296,7 @@ def chosen(name: str, index: Any, among: Sequence[int]) -> list[int]:
         which = np.arange(len(among))[index if isinstance(index, slice) else np.asarray(index)]
         return [among[one] for one in np.unique(which)]
     except (IndexError, TypeError, ValueError) as error:
-        raise UsageError(f"{name} is {index!r}, which chooses none of {list(among)}.") from error
+        raise UsageError(f"{name} is {index!r}, which selects none of {list(among)}.") from error
 
 
 def checked_seed(seed: Any) -> int:

@@ -51,17 +51,17 @@ class Storing:
         links = self._crew.links.values()
         if isinstance(buffer, RayReplayBuffer):
             if not all(isinstance(link, RayLink) for link in links):
-                return "the workers are no actors of Ray"
+                return "the workers are not Ray actors"
         elif not isinstance(buffer, ReplayBuffer) or buffer.storage not in ("shared", "memmap"):
-            return "workers see a ReplayBuffer with storage='shared' or 'memmap' only"
+            return "workers can only write to a ReplayBuffer with storage='shared' or 'memmap'"
         elif not all(link.shares_memory for link in links):
             return "the workers share no memory with it"
         if hooked:
-            return "post_collect_hook gets the batches here"
+            return "post_collect_hook needs the batches in this process"
         if options.worker_timeout is not None and buffer.samples_per_insert is not None:
-            return "a worker held back by samples_per_insert would exceed worker_timeout"
+            return "a worker that waits for samples_per_insert would exceed worker_timeout"
         if options.trajs_per_batch is not None and begun:
-            return "trajectories were begun here before start()"
+            return "this process has unfinished trajectories from before start()"
         try:
             self._parcel = pack(self._finish, "postproc")
         except UsageError as error:

@@ -107,7 +107,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
         name="env",
         owners=("Collector",),
         read=_env,
-        says="The env that was passed, or made; a list of several.",
+        says="The env that was passed or made, or a list of several.",
     ),
     Attribute(name="max_frames_per_traj", read=_count("max_frames_per_traj")),
     Attribute(name="n_env", read=_num_envs),
@@ -115,12 +115,11 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(
         name="policy",
         read=lambda collector: collector._policy,
-        says="What was passed or made; None for random actions, and where workers make theirs.",
+        says="The policy that was passed or made; None for random actions, and if the workers "
+        "make their policies.",
     ),
     Attribute(name="requested_frames_per_batch", read=_option("frames_per_batch")),
-    Attribute(
-        name="total_frames", read=_total, says="`inf` if the collection never ends, as there."
-    ),
+    Attribute(name="total_frames", read=_total, says="It is `inf` if the collection never ends."),
     Attribute(
         name="update_after_each_batch", owners=MACHINES, read=_option("update_at_each_batch")
     ),
@@ -128,7 +127,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(
         name="worker_idx",
         read=_aside("worker_idx"),
-        says="The number that was given at construction; swath counts workers by itself.",
+        says="The number that was given to the collector; swath numbers its workers itself.",
     ),
     Attribute(
         name="num_collectors",

@@ -25,8 +25,9 @@ def _zeros(collector: Any) -> Any:
     """Return a batch like those that will be delivered, all zero; no env is stepped."""
     if collector._assembler is not None:
         raise NotHereError(
-            "with trajs_per_batch nobody knows how long the trajectories of a batch will be, so "
-            "there is no fake_tensordict(). Look at the first batch, or leave trajs_per_batch out."
+            "with trajs_per_batch the length of the trajectories in a batch is not known in "
+            "advance, so there is no fake_tensordict(). Look at the first batch, or leave "
+            "trajs_per_batch out."
         )
     runner = collector._runner
     slab = runner.pool.make()
@@ -40,12 +41,12 @@ def _zeros(collector: Any) -> Any:
 
 
 _NO_FAKE = (
-    "the envs live in the workers, so there is no fake_tensordict() here; take the first batch: "
+    "the envs are in the workers, so there is no fake_tensordict() here; use the first batch: "
     "collector.next().clone().zero_()."
 )
 _NO_PROFILE = (
     "swath runs no profiler itself. Put torch.profiler.profile() around the iteration; "
-    'stats()["time"] says what part of the time of collecting goes to the envs and to the policy.'
+    'stats()["time"] says which shares of the time go to the envs and to the policy.'
 )
 
 
@@ -61,8 +62,9 @@ def _refused(says: str) -> Callable[..., NoReturn]:
 def _no_remote(name: str) -> Callable[[Any], Any]:
     def read(collector: Any) -> NoReturn:
         raise AttributeError(
-            f"RayCollector has no {name}: actors are swath's own workers. map_fn(function) calls a "
-            "function in each of them, with its envs and policy; policy is the one of this process."
+            f"RayCollector has no {name}: its actors are swath's own workers. map_fn(function) "
+            "calls a function in each of them, with its envs and its policy; the attribute "
+            "policy is the one of this process."
         )
 
     return read
@@ -101,7 +103,7 @@ METHODS: tuple[Row, ...] = (
     Method(
         name="increment_version",
         call=lambda collector: collector.update_policy_weights_(),
-        says="The same as `update_policy_weights_()`, which counts the version up.",
+        says="The same as `update_policy_weights_()`, which increases the version.",
     ),
     Method(name="get_policy_version", call=lambda collector: collector.policy_version),
     Method(name="set_post_collect_hook", call=_set_hook),
@@ -136,7 +138,7 @@ METHODS: tuple[Row, ...] = (
             read=_no_remote(name),
             owners=("RayCollector",),
             outcome="refused",
-            says="use map_fn(function), which looks into the actors.",
+            says="use map_fn(function), which calls a function in each actor.",
         )
         for name in ("remote_collectors", "local_policy")
     ),
@@ -181,11 +183,14 @@ def _update_each(
     """Publish to each worker weights of its own, each as a version of its own."""
     if "worker_ids" in more:
         raise UsageError(
-            "weights by worker say themselves for whom they are; leave out worker_ids."
+            "a dictionary of weights by worker already names the workers; leave out worker_ids."
         )
     if is_alone(collector):
         if set(weights) != {0}:
-            raise UsageError(f"this collector has no workers but itself, 0; got {sorted(weights)}.")
+            raise UsageError(
+                "this collector has no workers; only 0 (itself) may be named, but got "
+                f"{sorted(weights)}."
+            )
         return call(weights[0], **more)
     unknown = sorted(set(weights) - set(collector._numbers))
     if unknown:
@@ -255,8 +260,8 @@ def _add(collector: Any, call: Callable[[Any], None], *args: Any, **kwargs: Any)
     count = kwargs.get("num_collectors", kwargs.get("num_envs", args[0] if args else None))
     if others or callable(count):
         raise UsageError(
-            "add_collectors takes a count: more collectors are like those that are there, with "
-            "their makers, policy and options."
+            "add_collectors takes only a count: new collectors have the env makers, policy and "
+            "options of the existing ones."
         )
     call(count)
 
@@ -372,30 +377,30 @@ def _of_worker(collector: Any, place: int, one: _Asked) -> Any:
 
 
 _PATHS = (
-    "A text names a method or an attribute, from `env`, `policy`, `replay_buffer`, `worker_idx` or "
-    "of the collector itself."
+    "A string names a method or an attribute: of the collector, or of its `env`, `policy`, "
+    "`replay_buffer` or `worker_idx`."
 )
 ARGUMENTS: tuple[Row, ...] = (
     Call(
         name="update_policy_weights_",
         call=_update,
         outcome="translated",
-        says="Takes `policy_weights`, `weights`, `policy`, `weights_dict`, `model_id` and "
-        "`{worker: weights}`, too; the only model is `policy`. `Collector` has no use for "
-        "`worker_ids`. Returns the version.",
+        says="It also takes `policy_weights`, `weights`, `policy`, `weights_dict`, `model_id` "
+        "and `{worker: weights}`; the only model is `policy`. `Collector` ignores "
+        "`worker_ids`. It returns the version.",
     ),
     Call(
         name="stats",
         call=_stats,
         outcome="translated",
-        says='`workers="both"` and `"per_worker"` give the rows of the workers as '
-        "`worker_0/frames` and so on; `timeout` has no effect.",
+        says='With `workers="both"` or `"per_worker"` the values of the workers have keys such as '
+        "`worker_0/frames`; `timeout` has no effect.",
     ),
     Call(
         name="shutdown",
         call=_shutdown,
         outcome="translated",
-        says="`raise_on_error=False` swallows what closing raises; `shutdown_ray` has no effect.",
+        says="`raise_on_error=False` ignores errors while closing; `shutdown_ray` has no effect.",
     ),
     Call(
         name="async_shutdown",
@@ -407,7 +412,8 @@ ARGUMENTS: tuple[Row, ...] = (
         name="load_state_dict",
         call=_load,
         outcome="translated",
-        says="Takes states of swath alone; `strict` has no effect: a state is complete.",
+        says="It only takes states of swath. `strict` has no effect, since a state is always "
+        "complete.",
     ),
     Call(name="map_fn", call=_map, outcome="translated", owners=WITH_WORKERS, says=_PATHS),
     Call(
@@ -415,7 +421,7 @@ ARGUMENTS: tuple[Row, ...] = (
         call=_distant,
         outcome="translated",
         owners=WITH_WORKERS,
-        says="A path may begin with `worker_idx`, `env` or `replay_buffer`, too.",
+        says="A path may also begin with `worker_idx`, `env` or `replay_buffer`.",
     ),
     Method(name="map_fn", call=_map_text, owners=("Collector",), says=_PATHS),
     Method(
@@ -427,13 +433,14 @@ ARGUMENTS: tuple[Row, ...] = (
         name="pause",
         call=_without("timeout", "resume"),
         outcome="translated",
-        says="Returns when the batch is made, however long that takes; `timeout` has no effect.",
+        says="It returns when the current batch is complete, however long that takes; `timeout` "
+        "has no effect.",
     ),
     Call(
         name="add_collectors",
         call=_add,
         owners=("RayCollector",),
         outcome="translated",
-        says="`num_envs` is the count; new collectors are like those that are there.",
+        says="`num_envs` is the number of new collectors, which are made like the existing ones.",
     ),
 )

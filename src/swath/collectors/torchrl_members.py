@@ -42,8 +42,8 @@ def refuse_to_set(collector: Any, name: str) -> None:
     """Refuse to set what is only read: it would change nothing."""
     if isinstance(_row_of(type(collector), name), Attribute) and "options" in vars(collector):
         raise AttributeError(
-            f"{name} of a {type(collector).__name__} is settled when it is made, and to set it "
-            "would change nothing; make another collector."
+            f"{name} of a {type(collector).__name__} is fixed when it is made, so setting it "
+            "would have no effect; make another collector."
         )
 
 

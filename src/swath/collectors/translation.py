@@ -192,7 +192,7 @@ def _rename(done: Translation, row: Option, value: Any) -> None:
             return
         raise UsageError(
             f"{row.name}={_short(value)} and {done.names.get(new, new)}={_short(there)} are two "
-            "names of one thing; give only one of them."
+            "names of one option; give only one of them."
         )
     if new not in done.options or value not in (None, -1):
         done.options[new], done.names[new] = value, row.name

@@ -47,8 +47,8 @@ def refusing_unknown_names(method: Callable[_P, _R]) -> Callable[_P, _R]:
                 )
         if len(args) < 2 and known[0] not in kwargs:
             raise UsageError(
-                f"{known[0]} is missing: give {kind} the number of frames that it holds, such as "
-                f"{kind}(100_000)."
+                f"{known[0]} is missing: give {kind} the largest number of frames to keep, such "
+                f"as {kind}(100_000)."
             )
         return method(*args, **kwargs)
 

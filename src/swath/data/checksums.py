@@ -57,8 +57,9 @@ def verify_files(found: Description) -> None:
     noted = found.directory / CHECKSUMS
     if not noted.exists():
         raise UsageError(
-            f"{found.directory} has no checksums, so only the sizes of its files can be checked, "
-            "and they are always. DatasetWriter and ReplayBuffer.save note them with checksum=True."
+            f"{found.directory} has no checksums, so only the sizes of its files can be "
+            "checked, which happens in any case. DatasetWriter and ReplayBuffer.save store "
+            "checksums with checksum=True."
         )
     known = read_json(noted)
     files, algorithm = known.get("files"), known.get("algorithm")

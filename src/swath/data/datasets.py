@@ -84,7 +84,7 @@ class DatasetWriter:
 
     def __init__(self, directory: str | Path, *, checksum: bool = False, **about: Any) -> None:
         if taken := sorted({"swath", "frames"} & about.keys()):
-            raise UsageError(f"{taken} are noted by the writer itself; use another name.")
+            raise UsageError(f"{taken} are stored by the writer itself; use another name.")
         self.directory = claimed(directory)
         self.frames = 0
         self._about = about
@@ -185,8 +185,8 @@ def claimed(directory: str | Path) -> Path:
         partial_of(path).mkdir(parents=True)
     except FileExistsError:
         raise UsageError(
-            f"{partial_of(path)} exists: another run writes there, or one was killed. Name another "
-            f"directory, delete it, or keep its frames with `swath recover {path}`."
+            f"{partial_of(path)} exists: another run writes there, or one was killed. Choose "
+            f"another directory, delete it, or keep its frames with `swath recover {path}`."
         ) from None
     return path
 
@@ -247,8 +247,8 @@ def described(directory: str | Path, verify: bool = False) -> Description:
         reason = f"it has no {ABOUT}" if path.is_dir() else "there is no such directory"
         if partial_of(path).is_dir():
             reason += (
-                f", but {partial_of(path)} is there: its writer still runs, or was killed. If it "
-                f"was, `swath recover {path}` makes a dataset of what there is"
+                f", but {partial_of(path)} exists: its writer still runs, or was killed. If it "
+                f"was killed, `swath recover {path}` turns its frames into a dataset"
             )
         raise UsageError(f"{path} is not a swath dataset: {reason}.")
     found = read_description(path)

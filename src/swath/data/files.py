@@ -72,7 +72,8 @@ def damaged(path: Path, found: str, expected: str) -> DamagedFileError:
     """Return the error that tells of a file which is not as it was written."""
     return DamagedFileError(
         f"{path} {found}; {expected}. It was damaged after it was written, or not copied whole. "
-        "Copy the directory again, or take it from a backup; nothing in it was changed now."
+        "Copy the directory again, or restore it from a backup; swath has changed nothing in "
+        "it."
     )
 
 
@@ -131,8 +132,8 @@ def make_files(directory: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, C
         taken = [name for name in key if name in _RESERVED]
         if taken:
             raise UsageError(
-                f"{key_name(key)} cannot be stored: in the files, {taken[0]!r} is what describes "
-                "a folder. Rename the key."
+                f"{key_name(key)} cannot be stored: a file of the name {taken[0]!r} "
+                "describes each folder. Rename the key."
             )
     columns = {}
     for key, row in rows.items():
@@ -269,10 +270,11 @@ def _column(folder: Path, key: Key, entry: Mapping[str, Any], frames: int) -> Co
     path = folder / META
     if entry.get("type") is not None or entry.get("is_nested"):
         raise UsageError(
-            f"{path} says that {key_name(key)} is a {_short(entry.get('type', 'nested tensor'))}, "
-            "but datasets of swath hold plain tensors only. Nothing of it was loaded, since "
-            "loading such an entry can run code that came with the directory. If you trust where "
-            "it comes from, load it with tensordict and write the tensors anew."
+            f"{path} says that {key_name(key)} is a "
+            f"{_short(entry.get('type', 'nested tensor'))}, but datasets of swath hold plain "
+            "tensors only. Nothing was loaded, since loading such an entry can run code that "
+            "came with the directory. If you trust its source, load it with tensordict and "
+            "write the tensors again."
         )
     shape: Any = entry.get("shape")
     dtype: Any = entry.get("dtype")

@@ -52,7 +52,7 @@ def leaves(
         else:
             raise UsageError(
                 f"{key_name((*above, name))} holds {type(value).__name__}, which has no array "
-                "form; take it out of the batch (after compact_obs: "
+                "form; remove it from the batch (after compact_obs: "
                 "swath.collectors.utils.restore_next)."
             )
     return found

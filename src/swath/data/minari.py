@@ -216,8 +216,9 @@ def _column(frames: TensorDictBase, key: Key, leaf: Leaf) -> np.ndarray:
     if found is None or (found.shape[1:], found.dtype) != (leaf.shape, leaf.dtype):
         has = "nothing" if found is None else f"{found.dtype} {found.shape[1:]} per frame"
         raise UsageError(
-            f"the frames have {has} at {key_name(key)}, but the env has {leaf.dtype} {leaf.shape} "
-            "there; pass the env that made them, and all the keys that the collector gave."
+            f"the frames have {has} at {key_name(key)}, but the env has {leaf.dtype} "
+            f"{leaf.shape} there; pass the env that made them, and all keys of the collector's "
+            "batches."
         )
     return found
 

@@ -361,7 +361,9 @@ def _check_arguments(capacity: int, options: Mapping[str, Any], limit: Any) -> N
     """Raise here what would be raised in the actor, or on the way to it."""
     refused = [name for name in ("device", "pin_memory") if options.get(name)]
     if refused:
-        raise UsageError(f"{refused} make no sense in an actor; move what sample() returns.")
+        raise UsageError(
+            f"{refused} cannot be used in an actor; move what sample() returns to a device instead."
+        )
     if not (limit is None or (isinstance(limit, (int, float)) and limit > 0)):
         raise UsageError(f"launch_timeout must be above 0, or None; got {limit!r}.")
     ReplayBuffer(capacity, **options).close()

@@ -29,7 +29,7 @@ def recover_dataset(directory: str | Path) -> int:
     if path.name.endswith(".partial"):
         path = path.with_name(path.name.removesuffix(".partial"))
     if (path / ABOUT).exists():
-        raise UsageError(f"{path} is a whole dataset; there is nothing to recover.")
+        raise UsageError(f"{path} is a complete dataset; there is nothing to recover.")
     partial = partial_of(path)
     if not (partial / UNFINISHED).exists():
         found = "has no frames" if partial.is_dir() else "does not exist"
@@ -37,7 +37,9 @@ def recover_dataset(directory: str | Path) -> int:
     try:
         let_go = lock_directory(partial)
     except BlockingIOError:
-        raise UsageError(f"a process is writing to {partial}; let it end first.") from None
+        raise UsageError(
+            f"a process is still writing to {partial}; wait until it has ended."
+        ) from None
     try:
         return _recovered(path)
     finally:
@@ -54,7 +56,7 @@ def _recovered(path: Path) -> int:
     sizes = [(column.path.stat().st_size, column.nbytes(1)) for column in columns.values()]
     frames = min((size // each for size, each in sizes if each), default=0)
     if not frames:
-        raise UsageError(f"{partial} has no whole frame: there is nothing to recover.")
+        raise UsageError(f"{partial} has no complete frame; there is nothing to recover.")
     for column in columns.values():
         column.cut(frames)
     write_meta(partial, columns, frames)

@@ -158,8 +158,8 @@ class ReplayBuffer:
             )
         if (kind == "memmap") != (self._directory is not None):
             raise UsageError(
-                f"storage={self.storage!r} with directory={self._directory}: a directory goes with "
-                "storage='memmap', and only with it."
+                f"storage={self.storage!r} with directory={self._directory}: storage='memmap' "
+                "needs a directory, and only it takes one."
             )
         if kind in ("shared", "memmap"):
             check_can_share_files()
@@ -223,8 +223,8 @@ class ReplayBuffer:
                     lambda: ring.claim(frames, allowed),
                     lambda: self._check_lifted(ring),
                     lambda: (
-                        "to write: too few samples are drawn for samples_per_insert="
-                        f"{self._pace.samples_per_insert}"
+                        "to write: too few samples were drawn for "
+                        f"samples_per_insert={self._pace.samples_per_insert}"
                     ),
                 )
             kept = min(frames, self.capacity)
@@ -319,7 +319,9 @@ class ReplayBuffer:
         self._check()
         size = self.batch_size if batch_size is None else batch_size
         if size is None or size < 1:
-            raise UsageError(f"batch_size={size}: give sample() or the buffer at least 1.")
+            raise UsageError(
+                f"batch_size={size}: give sample() or the buffer a batch size of at least 1."
+            )
         if not self._prefetch or size != self.batch_size:
             return self._drawn(size, self._check)
         return self._prefetched()
@@ -344,7 +346,7 @@ class ReplayBuffer:
 
         def check() -> None:
             if stop.is_set():
-                raise ClosedError("this batch is not wanted any more.")
+                raise ClosedError("this batch is no longer needed.")
             self._check()
 
         return self._drawn(self.batch_size, check)
@@ -392,10 +394,11 @@ class ReplayBuffer:
         ring = self._ring
         if ring is None or not ring.is_being_written():
             raise UsageError(
-                f"{type(self.sampler).__name__} cannot draw {shape} from the {len(self)} frames of "
-                f"this buffer (min_size={self._pace.min_size}, samples_per_insert="
-                f"{self._pace.samples_per_insert}), and nobody is known to write more. "
-                "Extend it first, or give timeout= to wait for another thread."
+                f"{type(self.sampler).__name__} cannot draw {shape} from the {len(self)} frames "
+                f"of this buffer (min_size={self._pace.min_size}, "
+                f"samples_per_insert={self._pace.samples_per_insert}), and no writer is "
+                "registered that would add more. Call extend() or collector.start() first, or "
+                "give timeout= to wait for another thread."
             )
 
     def __iter__(self) -> Iterator[Any]:
@@ -403,7 +406,9 @@ class ReplayBuffer:
         self._check()
         size, ring = self.batch_size, self._ring
         if size is None:
-            raise UsageError("batch_size=None: iteration needs a buffer with a batch_size.")
+            raise UsageError(
+                "this buffer has no batch_size, which iterating over it needs; give it one."
+            )
         order = self._draws.rng.permutation([] if ring is None else ring.numbers())
         for start in range(0, len(order), size):
             assert ring is not None

@@ -28,7 +28,13 @@ _AT_ONCE = 1 << 16
 
 
 class Sampler(abc.ABC):
-    """How frames are chosen; one object serves one buffer."""
+    """Base class of the samplers, which choose the frames of a batch; one object serves one buffer.
+
+    Examples:
+        >>> from swath.data import PrioritizedSampler
+        >>> isinstance(PrioritizedSampler(alpha=0.6, beta=0.4), Sampler)
+        True
+    """
 
     runs = False
     """Whether the ring is to know the frame before each frame of a trajectory."""
@@ -312,7 +318,7 @@ class PrioritizedSampler(Sampler):
         priority = np.broadcast_to(priority, index.shape).reshape(-1).astype(np.float64)
         index = index.reshape(-1)
         if not (np.isfinite(priority).all() and (priority >= 0).all()):
-            raise UsageError("priorities must be finite and not negative; got others.")
+            raise UsageError("priorities must be finite and not negative.")
         with self._lock:
             self._follow(ring)
             here = ring.whole(index)

@@ -79,10 +79,10 @@ def check_state(state: Mapping[str, Any], capacity: int, sampler: Sampler) -> No
     needed = set() if known is None else sampler.state_dict().keys() - known.keys()
     if known is not None and needed:
         raise UsageError(
-            f"this is the state of a replay buffer with another sampler: {type(sampler).__name__} "
-            f"continues from {sorted(needed)}, and it has {sorted(known)}. Load it into a buffer "
-            "with the sampler that it was saved with, or take the frames alone: "
-            "buffer.extend(load_dataset(directory))."
+            "this is the state of a replay buffer with another sampler: "
+            f"{type(sampler).__name__} continues from {sorted(needed)}, and it has "
+            f"{sorted(known)}. Load it into a buffer with the sampler that it was saved with, "
+            "or load only the frames: buffer.extend(load_dataset(directory))."
         )
 
 

@@ -498,7 +498,9 @@ def open_ring(capacity: int, directory: Path) -> Ring:
     assert memory.descriptor is not None
     locks = locks_of(memory.descriptor)
     if not locks.claim_file(memory.descriptor):
-        raise UsageError(f"{directory} is open in another buffer; close that one, or attach to it.")
+        raise UsageError(
+            f"{directory} is open in another buffer; close that buffer, or attach to it."
+        )
     check_ledger(ledger, memory.array, capacity)
     reserve(directory, {column.path: column.nbytes(capacity) for column in columns.values()})
     ring = Ring(_mapped(directory), memory.array, memory, directory)

@@ -23,13 +23,15 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
         batch: What a collector with `compact_obs=True` delivered, `[..., T]`.
     """
     if FINAL not in batch.keys(True):
-        raise UsageError("this batch was not collected with compact_obs=True: nothing to restore.")
+        raise UsageError(
+            "this batch was not collected with compact_obs=True; there is nothing to restore."
+        )
     index, found = batch[FINAL], batch.get(FINAL_OBS)
     final = getattr(found, "data", None)
     if not isinstance(final, FinalObservations):
         raise UsageError(
-            "this batch was put together of several, each of which has its own table of final "
-            "observations. Call restore_next on each of them before."
+            "this batch was joined from several batches, each with its own table of final "
+            "observations. Call restore_next on each of them before you join them."
         )
     table = final.table
     inside = index < 0
@@ -40,7 +42,8 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
     if (inside & ~follows & batch.get(MASK, torch.ones_like(inside))).any():
         raise UsageError(
             "some rows of this batch are not followed by the next row of their trajectory, so "
-            "their next observation is not here. Call restore_next before slicing over time."
+            "their next observation is not in it. Call restore_next before you slice a batch "
+            "over time."
         )
     out = batch.copy()
     out.set("next", batch["next"].copy())

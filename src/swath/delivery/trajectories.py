@@ -204,8 +204,8 @@ def _by_time(rollout: TensorDictBase) -> TensorDict:
     for key, leaf in rollout.items(True, True, is_leaf=is_leaf_nontensor):
         if not isinstance(leaf, Tensor):
             raise UsageError(
-                f"{key!r} is no tensor, and whole trajectories are put together from tensors "
-                "only. Leave the entry out of the rollout, or encode it as a tensor."
+                f"{key!r} is not a tensor, and whole trajectories can only be assembled from "
+                "tensors. Leave the entry out of the rollout, or encode it as a tensor."
             )
         leaves[key] = leaf.movedim(dims - 1, 0).flatten(0, dims - 1)
     mask = leaves.pop(MASK, None)

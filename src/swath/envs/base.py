@@ -43,7 +43,9 @@ def _alone(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[A
 
 
 class Env:
-    """N environments with a TensorDict interface; a lone one has batch size `[]`.
+    """N environments with a TensorDict interface; the base class of `GymEnv` and the others.
+
+    A single env has batch size `[]`.
 
     Args:
         group: The envs underneath.
@@ -89,7 +91,7 @@ class Env:
             seed: Seeds the envs first, as `set_seed` does.
         """
         if mask is not None and not self.group.resets_singly:
-            raise UsageError("this vector env cannot reset its envs one by one; leave mask out.")
+            raise UsageError("this vector env cannot reset single envs; leave mask out.")
         if seed is not None:
             self.set_seed(seed)
         slab, bound = self._opened()

@@ -92,8 +92,8 @@ class Group:
             _Pickler(blob).dump([getattr(self, name) for name in self.kept])
         except Exception as error:  # whatever an env's pickling may raise
             warnings.warn(
-                f"the envs cannot be pickled ({type(error).__name__}: {error}), so this state "
-                "holds no simulator state: resuming from it starts new episodes.",
+                f"the envs cannot be pickled ({type(error).__name__}: {error}), so the saved "
+                "state does not include them: resuming from it starts new episodes.",
                 stacklevel=2,
             )
             return None
@@ -122,7 +122,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
     def reducer_override(self, obj: Any) -> Any:
         kind, why = type(obj), None
         if isinstance(obj, EzPickle) and vars(EzPickle)["__getstate__"] is kind.__getstate__:
-            why = f"gymnasium's EzPickle keeps of {kind.__name__} only how it was made"
+            why = f"gymnasium's EzPickle only keeps how the {kind.__name__} was made"
         elif isinstance(obj, AsyncVectorEnv):
             why = f"the envs of {kind.__name__} live in other processes"
         elif comes_from(obj, "torchrl", "BatchedEnvBase"):
@@ -170,7 +170,7 @@ def as_declared(
             value = value[name]
         array = value if value.__class__ is np.ndarray else as_array(value)
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        text = f"the observation gives no array for {key_name(leaf.key)}, which its space has"
+        text = f"the observation has no array for {key_name(leaf.key)}, which is in its space"
         raise CallFailed(i, "step()", f"{text} ({type(error).__name__}: {error})") from error
     if array.shape == shape and (
         array.dtype == leaf.dtype or np.can_cast(array.dtype, leaf.dtype, "same_kind")
@@ -203,7 +203,7 @@ def as_number(value: Any, i: int) -> Any:
 def not_a(expected: str, name: str, value: Any, i: int | None) -> CallFailed:
     """Return what to raise where an env gave something else than a number or a bool."""
     article = "an array of one for each env" if i is None else f"a {expected}"
-    text = f"step() gave {reprlib.repr(value)} as {name}; {article} was expected. Fix the env"
+    text = f"step() returned {reprlib.repr(value)} as {name}; {article} was expected. Fix the env"
     return CallFailed(i, "step()", text)
 
 

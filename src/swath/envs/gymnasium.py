@@ -212,7 +212,7 @@ def _own_error(error: Exception) -> str | None:
     if traceback is not None and traceback.tb_next is not None:
         return None
     return (
-        "step() gave no (observation, reward, terminated, truncated, info): "
+        "step() did not return (observation, reward, terminated, truncated, info): "
         f"{type(error).__name__}: {error}"
     )
 

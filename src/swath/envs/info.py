@@ -72,9 +72,9 @@ def warn_unseen(unseen: set[str]) -> None:
     names = sorted(unseen)
     unseen.clear()
     warnings.warn(
-        f"no info had {', '.join(map(repr, names))} until the first episode ended, but info_keys "
-        "names it: it is stored as missing (NaN, or 0 with a space) as long as none has. Look for "
-        "a misspelt name, or leave it out.",
+        f"info_keys names {', '.join(map(repr, names))}, but no info had it until the first "
+        "episode ended: it is stored as missing (NaN, or 0 with a space) until an info has it. "
+        "Check the spelling, or leave it out.",
         stacklevel=2,
     )
 

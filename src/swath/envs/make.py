@@ -47,7 +47,8 @@ def as_group(
         env = _registered(env, kwargs or {})
     elif kwargs:
         raise UsageError(
-            f"keyword arguments {sorted(kwargs)} go with an env id or a callable, not with an env."
+            f"keyword arguments {sorted(kwargs)} can only be given with an env id or a "
+            "callable, not with an env."
         )
     return called(_wrap, env, info_keys)
 
@@ -99,7 +100,7 @@ def _registered(name: str, kwargs: Mapping[str, Any]) -> gym.Env[Any, Any]:
         options = {"disable_env_checker": True, **kwargs}
         return with_registered(lambda: gym.make(name, **options))
     except gym.error.UnregisteredEnv as error:
-        hint = f" Or is a package to register it? {HOW_TO_REGISTER}"
+        hint = f" If a package registers this id: {HOW_TO_REGISTER}"
         raise UsageError(f"gymnasium cannot make the env {name!r}: {error}{hint}") from error
     except Exception as error:  # of the many things that the constructor of an env may raise
         raise UsageError(f"gymnasium cannot make the env {name!r}: {error}") from error
@@ -133,8 +134,8 @@ def _wrap(env: Any, info_keys: InfoNames) -> EnvGroup:
         return GymGroup([env], batched=False, info_keys=info_keys)
     if info_keys:
         raise UsageError(
-            f"info_keys are for gymnasium envs; got them for {type(env).__name__}. A swath env "
-            "takes them where it is made."
+            f"info_keys are only for gymnasium envs, and this is a {type(env).__name__}. Give "
+            "them to the swath env when you make it."
         )
     if isinstance(env, Env):
         return env.group

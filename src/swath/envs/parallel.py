@@ -250,8 +250,8 @@ class ParallelGroup(Group):
         self.settle()
         if not self.fit:
             raise UsageError(
-                "the last step of this ParallelEnv was broken off, so some of its envs may have "
-                "made it and others not; reset() all of them before the next step."
+                "the last step of this ParallelEnv was interrupted, so some of its envs may "
+                "have made it and others not; call reset() before the next step."
             )
 
     def _answers(self, numbers: Iterable[int]) -> list[Any]:
@@ -361,8 +361,8 @@ class ParallelGroup(Group):
         snapshots: list[Any] = called(self.ask, messages)
         if any(one is None for one in snapshots):
             warnings.warn(
-                "the envs of a ParallelEnv cannot be pickled, so this state holds no simulator "
-                "state: resuming from it starts new episodes.",
+                "the envs of a ParallelEnv cannot be pickled, so the saved state does not "
+                "include them: resuming from it starts new episodes.",
                 stacklevel=2,
             )
             return None

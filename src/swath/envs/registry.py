@@ -19,8 +19,8 @@ from swath.links import pack, unpack
 __all__ = ["HOW_TO_REGISTER", "bring_registered", "pack_registered", "with_registered"]
 
 HOW_TO_REGISTER = (
-    "Import what registers it in the function that makes the env, or name its module in the id, "
-    "as in 'ale_py:ALE/Pong-v5'."
+    "Import the package that registers it in the function that makes the env, or name its "
+    "module in the id, as in 'ale_py:ALE/Pong-v5'."
 )
 _T = TypeVar("_T")
 _brought: list[bytes] = []

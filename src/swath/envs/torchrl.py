@@ -236,7 +236,7 @@ def _copy(
 ) -> None:
     """Copy what an env gave into a row `[N, *shape]`, of these envs; say where it is amiss."""
     if not isinstance(value, torch.Tensor):
-        text = f"the env gives no tensor for {key_name(key)}, which its specs have"
+        text = f"the env returned no tensor for {key_name(key)}, which is in its specs"
         raise CallFailed(None, "step()", text)
     given = value.detach()
     if given.numel() == row.numel() and given.shape[given.ndim - row.ndim + 1 :] == row.shape[1:]:

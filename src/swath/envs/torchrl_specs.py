@@ -113,9 +113,9 @@ def _entries(
     if comes_from(spec, "torchrl", "StackedComposite") or comes_from(spec, "torchrl", "Stacked"):
         raise UsageError(
             f"the TorchRL env has a {type(spec).__name__} at {key_name(key or ('',))}: parts of "
-            "different forms, stacked lazily, which no tensor can hold. Give each of them a key of "
-            "its own (group_map=MarlGroupMapType.ONE_GROUP_PER_AGENT in TorchRL's multi-agent "
-            "envs), or leave them out with an ExcludeTransform."
+            "different shapes, stacked lazily, which do not fit into one tensor. Give each of "
+            "them a key of its own (group_map=MarlGroupMapType.ONE_GROUP_PER_AGENT in "
+            "TorchRL's multi-agent envs), or leave them out with an ExcludeTransform."
         )
     if comes_from(spec, "torchrl", "Composite"):
         inner = (*nested, max(0, len(spec.shape) - dims)) if key else ()
@@ -125,15 +125,15 @@ def _entries(
         return
     if spec.dtype is None or spec.shape is None or comes_from(spec, "torchrl", "NonTensor"):
         raise UsageError(
-            f"the TorchRL env has a {type(spec).__name__} at {key_name(key)}, which is no tensor. "
-            "Leave it out with an ExcludeTransform, or encode it as a tensor (a Tokenizer or Hash "
-            "transform)."
+            f"the TorchRL env has a {type(spec).__name__} at {key_name(key)}, which is not a "
+            "tensor. Leave it out with an ExcludeTransform, or encode it as a tensor (a "
+            "Tokenizer or Hash transform)."
         )
     if any(size < 0 for size in spec.shape):
         raise UsageError(
-            f"the TorchRL env's {key_name(key)} has shape {tuple(spec.shape)}, of a size that "
-            "changes from step to step. Bring it to one size in the env (a Crop or a transform "
-            "that pads), or leave it out with an ExcludeTransform."
+            f"the TorchRL env's {key_name(key)} has shape {tuple(spec.shape)}, a size that "
+            "changes from step to step. Give it a fixed size in the env (with a Crop or a "
+            "transform that pads), or leave it out with an ExcludeTransform."
         )
     yield key, spec, nested
 

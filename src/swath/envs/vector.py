@@ -35,8 +35,8 @@ def _spaces_of_one(env: Any) -> tuple[Any, Any]:
     except AttributeError as error:
         raise UsageError(
             f"{type(env).__name__} is a VectorEnv without single_observation_space and "
-            "single_action_space, which Gymnasium's have; SuperSuit's is one for "
-            "Stable-Baselines3. Pass envs, or functions that make them, as a list."
+            "single_action_space, which Gymnasium's vector envs have; SuperSuit's are made for "
+            "Stable-Baselines3. Pass a list of envs, or of functions that make them."
         ) from error
 
 
@@ -73,8 +73,9 @@ class VectorGroup(BatchGroup):
         """See `EnvGroup`; EnvPool takes its seed only where it is made."""
         if comes_from(self.env.unwrapped, "envpool"):
             warnings.warn(
-                "EnvPool's envs are seeded when they are made, so this seed does not reach them "
-                "(only policy and random actions). Pass it to envpool.make(..., seed=...) as well.",
+                "EnvPool's envs are seeded when they are made, so this seed only applies to "
+                "the policy and to random actions. Pass it to envpool.make(..., seed=...) as "
+                "well.",
                 stacklevel=2,
             )
         else:
@@ -156,8 +157,8 @@ def _autoreset_mode(env: Any) -> AutoresetMode:
     mode = env.metadata.get("autoreset_mode")
     if mode is None:
         raise UsageError(
-            f"{type(env).__name__}.metadata has no 'autoreset_mode', so it is not known when it "
-            "resets. Set it to a gymnasium.vector.AutoresetMode."
+            f"{type(env).__name__}.metadata has no 'autoreset_mode', so swath cannot know when "
+            "it resets. Set it to a gymnasium.vector.AutoresetMode."
         )
     return AutoresetMode(mode)
 

@@ -37,7 +37,7 @@ from swath.memory import SharedMemory
 
 __all__ = ["DIED", "Calls", "RayPort", "when_done", "words", "writable"]
 
-DIED = "died: its process was killed or crashed (killed, often out of memory)."
+DIED = "died: its process crashed or was killed (often because memory ran out)."
 _END = object()
 _NEAR = 0.05
 """Seconds that weights may wait for an order."""

@@ -116,7 +116,7 @@ class Channel:
     def _exactly(self, count: int) -> bytearray:
         """Return so many bytes; beyond `_AT_ONCE` memory is made for what comes, not for claims."""
         if count > _LARGEST:
-            raise EOFError("the other side says what is no message")
+            raise EOFError("the other side sent something that is not a message")
         body, filled = bytearray(min(count, _AT_ONCE)), 0
         while filled < count:
             if filled == len(body):

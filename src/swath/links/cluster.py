@@ -28,7 +28,7 @@ def needed() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("Ray is not installed; this needs it: pip install swath[ray]") from error
+        raise ImportError("Ray is not installed: pip install 'swath[ray]'") from error
     return ray
 
 
@@ -99,12 +99,12 @@ def no_place(needs: Mapping[str, float], limit: float | None, option: str) -> st
     """Say why an actor has not begun yet; `option` is where its resources are given."""
     late = "in time" if limit is None else f"within {limit:g} s (launch_timeout)"
     if not needs:
-        return f"has not begun {late}; wait longer."
+        return f"has not started {late}; wait longer."
     ray = needed()
     free, total = ray.available_resources(), ray.cluster_resources()
     offers = {name: f"{free.get(name, 0):g} of {total.get(name, 0):g}" for name in needs}
     return (
-        f"has found no place {late}: it needs {dict(needs)}, and free in the cluster are {offers}. "
+        f"was not scheduled {late}: it needs {dict(needs)}, and the cluster has {offers} free. "
         f"Ask for less in {option}, add a node, or wait longer."
     )
 
@@ -124,7 +124,7 @@ def _checked(address: Any, config: Any) -> dict[str, Any]:
     if address is not None:
         if given.setdefault("address", address) != address:
             raise UsageError(
-                f"address is {address!r}, and {given['address']!r} in ray_init_config; give one."
+                f"address is {address!r}, but {given['address']!r} in ray_init_config; give one."
             )
     return given
 

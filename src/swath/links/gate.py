@@ -181,7 +181,7 @@ class Gate:
             self._newcomers[end.fileno()] = newcomer
             self._poller.register(end, select.POLLIN)
             if len(self._newcomers) > self._most:
-                self._make_room(f"more than {self._most} came at once")
+                self._make_room(f"there were more than {self._most} connections at once")
 
     def _make_room(self, why: str | None) -> None:
         """Drop who has been here longest and proved nothing, and rest.
@@ -192,8 +192,8 @@ class Gate:
         if now >= self._next_line:
             self._next_line = now + _TELL_EVERY
             _log.warning(
-                "there is no room for all who connect to port %d (%s): those are dropped that have "
-                "not proved yet that they are workers; workers come again",
+                "too many connections to port %d (%s): connections that have not authenticated "
+                "yet are closed; workers try again",
                 self.port,
                 why,
             )
@@ -207,7 +207,10 @@ class Gate:
         note = self._note_for(arrival.hello.number)
         if note is not None:
             _log.warning(
-                "worker %d came from %s: %s", arrival.hello.number, arrival.hello.host, note.text
+                "worker %d tried to connect from %s: %s",
+                arrival.hello.number,
+                arrival.hello.host,
+                note.text,
             )
             arrival.channel.send(note)
             if note.refused:
@@ -231,7 +234,7 @@ class Gate:
             return Note(f"there is no worker {number}: {last}.", refused=True)
         with self._change:
             if number in self._fetched:
-                text = f"there is a worker {number} already; this one waits until that one is lost."
+                text = f"worker {number} is already connected; this one waits until it is lost."
                 return Note(text, refused=False)
         return None
 
@@ -296,7 +299,7 @@ class _Newcomer:
         except BlockingIOError:
             return None
         if not more:
-            raise EOFError("it closed the connection before it had proved who it is")
+            raise EOFError("it closed the connection before it had authenticated")
         self._heard += more
         if len(self._heard) == self._wanted:
             heard, self._heard = self._heard, b""
@@ -337,7 +340,7 @@ def dial(
         try:
             end = socket.create_connection((host, port), max(_RETRY, until - monotonic()))
         except OSError as error:
-            why = f"nobody listens on {host} port {port}: {error}"
+            why = f"nothing listens on {host} port {port}: {error}"
             cause: Exception = error
             if is_open and isinstance(error, ConnectionRefusedError):
                 raise ConnectionError(why) from error
@@ -352,7 +355,7 @@ def dial(
                 raise
             except (OSError, EOFError) as error:
                 end.close()
-                why, cause = f"{host} port {port} has not let us in: {error}", error
+                why, cause = f"{host} port {port} did not accept the connection: {error}", error
         if monotonic() >= until:
             raise ConnectionError(why) from cause
         if tells:
@@ -374,9 +377,9 @@ def _prove(end: socket.socket, secret: bytes, where: str, until: float) -> None:
     except EOFError:
         answer = b""
     if answer == BUSY:
-        raise ConnectionAbortedError("too many others connect to it")
+        raise ConnectionAbortedError("it has too many other connections")
     if not hmac.compare_digest(answer, proof(secret, b"trainer", own)):
-        raise PermissionError(f"{where} refused us, or has another secret")
+        raise PermissionError(f"{where} refused the connection; perhaps it has another secret")
 
 
 def new_secret() -> bytes:

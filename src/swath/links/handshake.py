@@ -56,7 +56,9 @@ class Hello:
         except (ValueError, TypeError, RecursionError):
             hello = None
         if hello is None or [type(one) for one in vars(hello).values()] != [int, str, int]:
-            raise PermissionError("it knows the secret, but what it said is not what workers say")
+            raise PermissionError(
+                "it knows the secret, but its message is not that of a worker of this version"
+            )
         return hello
 
 

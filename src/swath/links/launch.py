@@ -83,7 +83,7 @@ class Launched:
 def ending(code: int) -> str:
     """Return how a process ended, in words."""
     if code >= 0:
-        return f"ended by itself with exit code {code}; look for os._exit or sys.exit."
+        return f"ended by itself with exit code {code}; look for a call of os._exit or sys.exit."
     known = {one.value: one.name for one in signal.Signals}
     name = known.get(-code, f"signal {-code}")
     hints = {

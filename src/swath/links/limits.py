@@ -35,10 +35,10 @@ def in_words(what: str) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = "any number" if hard == resource.RLIM_INFINITY else f"up to {hard}"
         raise WorkerError(
-            f"{what}: too few file descriptors are left. This process may have {soft} at once "
-            "(ulimit -n), and needs some 4 for each worker process, 12 for one over gloo or RPC, "
-            "and 100 besides. Raise the limit before "
-            f"Python starts, such as by `ulimit -n 4096` ({most} is allowed), or use fewer workers."
+            f"{what}: too few file descriptors are left. This process may open {soft} (ulimit "
+            "-n), and needs about 4 for each worker process, 12 for a worker over gloo or RPC, "
+            "and 100 more. Raise the limit before Python starts, with `ulimit -n 4096` for "
+            f"example ({most} is allowed), or use fewer workers."
         ) from error
 
 

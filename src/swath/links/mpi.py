@@ -66,7 +66,8 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UsageError(
-            f"mpi4py cannot be imported ({error}): pip install 'swath[mpi]' brings it, with an MPI."
+            f"mpi4py cannot be imported ({error}). pip install 'swath[mpi]' installs it "
+            "together with Open MPI."
         ) from error
     if ours:
         atexit.register(_finalize, MPI)
@@ -280,7 +281,7 @@ class MpiBoard:
         until, missing = monotonic() + _GRACE, list(ranks)
         while missing := [rank for rank in missing if self._awaits(rank)]:
             if monotonic() > until:
-                _log.error("ranks %s do not end: this job is aborted", missing)
+                _log.error("ranks %s did not end, so this job is aborted", missing)
                 for rank in missing:
                     self._replies[rank][0].kill()
                 self._comm.Abort(1)

@@ -50,9 +50,9 @@ def pack(thing: Any, name: str) -> bytes:
         else:
             break
     raise UsageError(
-        f"{name} cannot be sent to a worker: {path} is a {type(culprit).__name__}, which cannot be "
-        f"pickled ({type(error).__name__}: {error}). Make it inside the worker, in the callable "
-        "that makes the env or in policy_factory."
+        f"{name} cannot be sent to a worker: {path} is a {type(culprit).__name__}, which cannot "
+        f"be pickled ({type(error).__name__}: {error}). Create it in the worker: in the "
+        "function that makes the env, or in policy_factory."
     ) from error
 
 
@@ -142,7 +142,7 @@ def _packed(error: BaseException) -> tuple[bytes, str]:
     try:
         said = str(error)
     except Exception as why:  # it is the user's class
-        said = f"(its message cannot be had: {type(why).__name__})"
+        said = f"(its message could not be read: {type(why).__name__})"
     words = f"{type(error).__name__}: {shortened(said)}"
     is_long = isinstance(error, SwathError) and len(said) > _MOST_TEXT  # we put the user's in it
     if not is_long:

@@ -131,7 +131,7 @@ class ProcessLink(Wire):
         """Say how the process ended, now that it has."""
         code = self.exit_code(_LAST_WORDS)
         if code is None:  # it has closed its channel, and lives on
-            return "closed its connection and did not end; it was killed."
+            return "closed its connection but did not end, so it was killed."
         return ending(code)
 
     def kill(self) -> None:

@@ -92,10 +92,10 @@ def wait_until(done: Callable[[], bool], patience: float, ended: Callable[[], bo
     while not done():
         now = monotonic()
         if now > until:
-            raise TimeoutError(f"a transfer stood for {patience:g} s")
+            raise TimeoutError(f"a transfer made no progress for {patience:g} s")
         if now > look:
             if ended():
-                raise ConnectionError("it ended with a block under way")
+                raise ConnectionError("it ended during a transfer")
             look = now + _LOOK
         sleep(_WAITING)
 

@@ -88,8 +88,9 @@ class RpcMedium:
     ) -> None:
         if has_rpc_agent():
             raise UsageError(
-                "this process uses torch.distributed.rpc already, and can do so once at a time: "
-                "shut the other collector (or rpc) down first, or give backend='gloo'."
+                "this process already takes part in a torch.distributed.rpc group, and can "
+                "only be in one: shut the other collector (or rpc) down first, or give "
+                "backend='gloo'."
             )
         self._store, port = store_on(host, patience)
         self._devices, self._open, self._closed = devices, 0, False
@@ -142,7 +143,7 @@ class _TrainerBulk:
 
         def wait() -> Any:
             if not done.wait(self._patience):
-                raise TimeoutError(f"a transfer stood for {self._patience:g} s")
+                raise TimeoutError(f"a transfer made no progress for {self._patience:g} s")
             return future.value()
 
         return wait

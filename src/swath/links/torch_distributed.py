@@ -83,7 +83,7 @@ class TorchMedium:
 
     def __init__(self, backend: str, host: str, name: str, patience: float) -> None:
         if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-            raise UsageError("backend='nccl' needs a CUDA device and a torch with NCCL.")
+            raise UsageError("backend='nccl' needs a CUDA device and a build of torch with NCCL.")
         self._store, port = store_on(host, patience)
         self._base = TorchTicket(backend, host, port, name, patience)
         self._pairs = count()

@@ -71,8 +71,8 @@ def torch_dtype(dtype: np.dtype[np.generic], key: Key) -> torch.dtype:
         return _TORCH_OF_NUMPY[np.dtype(dtype).name]
     except KeyError:
         raise UsageError(
-            f"{key_name(key)} has dtype {dtype}, which torch does not have. "
-            "Convert it with a gymnasium wrapper, to float32 for example."
+            f"{key_name(key)} has dtype {dtype}, which torch does not have. Convert it with a "
+            "Gymnasium wrapper, to float32 for example."
         ) from None
 
 
@@ -160,8 +160,8 @@ class Layout:
         for field in fields:
             if field.key in self.places:
                 raise UsageError(
-                    f"two things want the key {key_name(field.key)}. Rename the observation, the "
-                    "policy output or the info entry that clashes."
+                    f"two entries have the key {key_name(field.key)}. Rename the observation, "
+                    "the policy output or the info entry that clashes."
                 )
             self._refuse_overlap(field.key)
             place = Place(field, offset, steps + field.carried)
@@ -179,9 +179,9 @@ class Layout:
             # The key () is that of a replay buffer's rows, which are no entry of a batch.
             if short and long[: len(short)] == short:
                 raise UsageError(
-                    f"{key_name(short)} is to hold values, but {key_name(long)} stands below it. "
-                    "Rename the observation, the policy output or the info entry that clashes: "
-                    "'next' and 'collector' are swath's own."
+                    f"{key_name(short)} is the key of a value, but {key_name(long)} is below "
+                    "it. Rename the observation, the policy output or the info entry that "
+                    "clashes; 'next' and 'collector' are reserved for swath."
                 )
 
     def array(self, block: np.ndarray, place: Place) -> np.ndarray:

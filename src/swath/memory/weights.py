@@ -85,8 +85,8 @@ class WeightSpec:
         for name, value in fitting.items():
             if tuple(value.shape) != self.shapes[name][0]:
                 raise UsageError(
-                    f"these weights do not fit the policy: {name} has shape {tuple(value.shape)}, "
-                    f"{self.shapes[name][0]} was expected."
+                    f"these weights do not fit the policy: {name} has shape "
+                    f"{tuple(value.shape)}, {self.shapes[name][0]} was expected."
                 )
         return fitting
 

@@ -58,8 +58,8 @@ def as_policy(
     if isinstance(policy, type) or not callable(policy):
         raise UsageError(
             f"policy is {policy!r}; expected None (random), a callable or nn.Module from "
-            "observation to action, or a tensordict.nn module. Pass an object, or what makes one "
-            "as policy_factory."
+            "observation to action, or a tensordict.nn module. Pass a policy, or pass a "
+            "function that makes one as policy_factory."
         )
     if takes_tensordict or is_tensordict_policy(policy):
         return TensorDictPolicy(interface, policy)
@@ -155,9 +155,8 @@ def _check_exploration(
     if same:
         warnings.warn(
             f"exploration_type={asked.name.lower()!r} has no effect: the policy draws random "
-            "numbers by itself, whatever is asked of it. Let it choose by a "
-            "ProbabilisticTensorDictModule, or look at tensordict.nn.probabilistic's "
-            "interaction_type().",
+            "numbers by itself. Let a ProbabilisticTensorDictModule choose the action, or read "
+            "interaction_type() of tensordict.nn.probabilistic in the policy.",
             stacklevel=2,
         )
 

@@ -200,7 +200,7 @@ class TorchPolicy(Policy):
         for key in needed:
             if key not in values:
                 raise PolicyError(
-                    f"the policy gives no {key_name(key)}; it gave "
+                    f"the policy returned no {key_name(key)}; it returned "
                     f"{[key_name(key) for key in values]}. Return it, or a dict that has it."
                 )
         taken = {*(leaf.key for leaf in self.interface.observations), *self.inputs, *needed}
@@ -234,9 +234,9 @@ class TorchPolicy(Policy):
             return self._pick(answer)
         except (LookupError, TypeError) as error:
             raise PolicyError(
-                f"the policy's answer is a {type(answer).__name__} of another form than at the "
-                f"first call, when it held {', '.join(map(key_name, self.paths))}. Always return "
-                "the same."
+                f"the policy returned a {type(answer).__name__} that differs from its first "
+                f"call, when it returned {', '.join(map(key_name, self.paths))}. Always return "
+                "the same entries."
             ) from error
 
     def refresh(self) -> None:

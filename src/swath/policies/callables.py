@@ -78,8 +78,8 @@ class CallablePolicy(TorchPolicy):
         advice = super().advice(error, rows)
         if not advice and isinstance(error, (AttributeError, LookupError, TypeError)):
             return (
-                " If it is to get a TensorDict, call its argument td or tensordict, or annotate it "
-                "with TensorDict."
+                " If the policy expects a TensorDict, name its argument td or tensordict, or "
+                "annotate it with TensorDict."
             )
         return advice
 

@@ -93,4 +93,6 @@ def _alike(own: torch.Tensor, value: torch.Tensor) -> bool:
 def _check_not_recorded(key: Key) -> None:
     """Refuse to be part of a CUDA graph: replayed, it would read what it read when recorded."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"what the policy writes at {key} changes its shape from step to step")
+        raise RuntimeError(
+            f"the shape of what the policy writes at {key} changes from step to step"
+        )

@@ -82,8 +82,8 @@ def choose(leaf: Leaf, units: np.ndarray, mask: np.ndarray | None) -> np.ndarray
         counts = allowed.sum(1)
         if not counts.all():
             raise EnvError(
-                f"the action mask of env {int(counts.argmin())} allows no action. Look for what "
-                "the env gives as its mask."
+                f"the action mask of env {int(counts.argmin())} allows no action. Check how the "
+                "env computes its mask."
             )
         rank = np.minimum(np.floor(units[..., j] * counts).astype(np.int64), counts - 1)
         nth = np.where(allowed, allowed.cumsum(1) - 1, -1)  # of those that are allowed

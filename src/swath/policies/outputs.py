@@ -27,8 +27,8 @@ __all__ = ["DISCRETE", "LONE_ENV", "Form", "bounds", "check_free", "check_range"
 Write = Callable[[int, Any], None]
 
 LONE_ENV = (
-    " A lone env has no batch dimension, which this policy seems to want: pass the env in a list, "
-    "[env], and it gets one, of size 1."
+    " A single env has no batch dimension, but this policy seems to need one. Pass the env in "
+    "a list, [env], which adds a batch dimension of size 1."
 )
 
 DISCRETE = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -101,15 +101,15 @@ class Form:
         if (bits and given is not self.dtype) or not np.can_cast(array.dtype, dtype, casting):
             raise PolicyError(
                 f"the policy's output {key_name(self.key)} has dtype {given}; {self.dtype} is "
-                f"needed{self._for_what()}. Convert it in the policy, so that nothing is rounded "
-                "behind your back."
+                f"needed{self._for_what()}. Convert it in the policy; swath does not round "
+                "silently."
             )
         fitting = array.astype(dtype, copy=False)
         if dtype.kind in "iu" and fitting is not array and not np.array_equal(fitting, array):
             raise PolicyError(
-                f"the policy's output {key_name(self.key)} has numbers that {self.dtype} does not "
-                f"hold, {array.min()} to {array.max()}{self._for_what()}. Look for what it "
-                "computes there."
+                f"the policy's output {key_name(self.key)} has numbers that do not fit into "
+                f"{self.dtype}, {array.min()} to {array.max()}{self._for_what()}. Check what "
+                "the policy computes."
             )
         return fitting
 
@@ -237,8 +237,8 @@ def _numbers(key: Key, value: Any) -> np.ndarray:
         return array
     what = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
     raise PolicyError(
-        f"the policy's output {key_name(key)} is {value!r}, of type {what}; numbers are needed, in "
-        "a tensor or array of a dtype that numpy has. Leave it out, or convert it."
+        f"the policy's output {key_name(key)} is {value!r}, of type {what}; numbers are needed, "
+        "in a tensor or array of a dtype that numpy has. Remove it, or convert it."
     )
 
 
@@ -261,8 +261,8 @@ def check_free(key: Key, taken: Iterable[Key], also_at_root: bool = False) -> No
             whose = "swath fills in itself" if ours else "is taken already"
             hint = f" A state must be read at {key_name(key[1:])} too." if key[0] == "next" else ""
             raise UsageError(
-                f"the policy's {under}output {key_name(key)} clashes with {key_name(other)}, which "
-                f"{whose}. Rename the output.{hint}"
+                f"the policy's {under}output {key_name(key)} clashes with {key_name(other)}, "
+                f"which {whose}. Rename the output.{hint}"
             )
 
 
@@ -281,7 +281,7 @@ def check_range(leaf: Leaf, array: np.ndarray) -> None:
         row = int(bad.reshape(len(rows), -1).any(1).argmax())
         raise PolicyError(
             f"the policy's action {key_name(leaf.key)} is {wrong}: {rows[row].tolist()} in row "
-            f"{row} of {len(rows)}. Look for what the policy computes there."
+            f"{row} of {len(rows)}. Check what the policy computes there."
         )
 
 

@@ -86,8 +86,8 @@ class TensorDictPolicy(TorchPolicy):
         if missing and not getattr(policy, "partial_tolerant", False):
             raise UsageError(
                 f"the policy reads {', '.join(map(key_name, missing))}, which nothing provides. "
-                f"The env gives {', '.join(map(key_name, observed))}. Change the in_keys of the "
-                "policy; a recurrent state needs ('next', key) among its out_keys."
+                f"The env provides {', '.join(map(key_name, observed))}. Change the in_keys of "
+                "the policy; a recurrent state needs ('next', key) among its out_keys."
             )
 
     @property

@@ -55,7 +55,7 @@ def described(runner: Runner, own_policy: bool = False) -> str:
     """
     env, policy, storing = runner.devices
     made = env if isinstance(runner, DeviceRunner) else "cpu"
-    whose = "a copy; update_policy_weights_() brings weights" if own_policy else "yours"
+    whose = "a copy; update_policy_weights_() updates it" if own_policy else "yours"
     steps, nbytes = runner.layout.steps, runner.layout.nbytes
     lines = [
         ("envs", env, f"{runner.group.num_envs}, {type(runner.group).__name__}"),
@@ -83,7 +83,7 @@ def _per_step(runner: Runner) -> str:
         return "nothing is copied between host and device, and nobody waits"
     moved, adapter = [], runner.policy
     if env != "cpu":
-        moved.append(f"actions to {env}, all else from there: the envs meet the policy on the host")
+        moved.append(f"actions are copied to {env}, everything else from there, through the host")
     if isinstance(adapter, TorchPolicy) and policy != "cpu":
         places = runner.layout.places
         up = sum(_size(places[key].field) for key in adapter.inputs) * runner.group.num_envs

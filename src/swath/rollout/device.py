@@ -59,7 +59,7 @@ def _why_through_the_host(group: EnvGroup, policy: Any, plan: Plan) -> str | Non
     if env != computes:
         return f"the envs are on {env}, and the policy is on {computes}"
     if plan.compact_obs or not plan.reset_when_done or plan.stop_at_first_end:
-        return "compact_obs and reset_when_done=False need a look at every step"
+        return "compact_obs and reset_when_done=False have to look at every step"
     return None
 
 
@@ -127,7 +127,7 @@ class DeviceRunner(Runner):
         if bool(self._told):  # by an earlier rollout, for which nobody has waited
             raise PolicyError(
                 "the policy has chosen actions that are not finite or not in the action space "
-                f"{self.interface.action_space}, in an earlier rollout. Look for what it computes."
+                f"{self.interface.action_space}, in an earlier rollout. Check what it computes."
             )
         try:
             filled = super().collect(steps, None, refresh, None)
@@ -282,11 +282,14 @@ class DeviceRunner(Runner):
         """Try two steps with a copy of the envs; return what speaks against recording them."""
         wanted = self.plan.cudagraph
         if wanted is False or self.device.type != "cuda":
-            return "it was not asked for" if wanted is False else "there is no CUDA device"
+            return "it was switched off" if wanted is False else "there is no CUDA device"
         if isinstance(self.policy, UniformPolicy):
             return "random actions are drawn on the host"
         if wanted != True and not isinstance(self.user_policy, torch.nn.Module):  # noqa: E712
-            return "nobody can tell whether a function's variables change; cudagraph=True trusts it"
+            return (
+                "the variables of a function may change unseen; cudagraph=True assumes that they "
+                "do not"
+            )
         twin: Any = copy.copy(self.group)
         try:
             twin.env = copy.deepcopy(twin.env)
@@ -332,9 +335,9 @@ def _check_reads(policy: Policy) -> None:
     if keys.TRAJ_IDS in reads or policy.primed:
         what = [*policy.primed, *[keys.TRAJ_IDS] * (keys.TRAJ_IDS in reads)]
         raise UsageError(
-            f"the policy reads {', '.join(map(key_name, what))}, which is not at hand while a "
-            "rollout is made on a GPU. Let the policy read something else, or have the envs on "
-            'the host with env_device="cpu".'
+            f"the policy reads {', '.join(map(key_name, what))}, which is not available "
+            "during a rollout on a GPU. Let the policy read something else, or run the envs on "
+            'the CPU with env_device="cpu".'
         )
 
 

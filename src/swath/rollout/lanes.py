@@ -48,13 +48,15 @@ class Lanes:
     def __init__(self, runner: Runner) -> None:
         if not isinstance(runner.policy, TorchPolicy) or runner.policy.device == runner.home:
             raise UsageError(
-                "env_groups lets envs step while another device computes; the policy is on the "
-                f"same device as the envs ({runner.home}). Give a policy_device, or leave it out."
+                "env_groups lets envs step while another device computes the actions, but the "
+                f"policy is on the same device as the envs ({runner.home}). Give a "
+                "policy_device, or leave env_groups out."
             )
         if keys.TRAJ_IDS in runner.policy.inputs:
             raise UsageError(
-                "env_groups and a policy that reads ('collector', 'traj_ids') do not go together: "
-                "the ids of a group depend on what ends in the others. Leave env_groups out."
+                "env_groups and a policy that reads ('collector', 'traj_ids') do not go "
+                "together: the ids of one group depend on which episodes end in the others. "
+                "Leave env_groups out."
             )
         self._runner = runner
         parts: Any = runner.group.parts  # type: ignore[attr-defined]

@@ -153,7 +153,7 @@ class Runner:
         if self.plan.cudagraph_policy and device.type != "cuda":
             raise UsageError(
                 f"cudagraph_policy needs a policy on a CUDA device; it is on {device}. Give a "
-                "policy_device, or leave it out."
+                "policy_device, or leave cudagraph_policy out."
             )
         if isinstance(adapter, TorchPolicy):
             adapter.graphed = self.plan.cudagraph_policy
@@ -221,8 +221,9 @@ class Runner:
         alone = self.resets_some and group.resets_singly and not group.skips_rows
         if not (alone and self.plan.reset_when_done):
             raise UsageError(
-                "these envs cannot be reset one by one: they are a vector env that resets itself, "
-                "or on a GPU, or reset_when_done=False lets them rest. Call reset() for all."
+                "these envs cannot be reset one by one: they are in a vector env that resets "
+                "itself, or on a GPU, or reset_when_done=False is given. Call reset() for all "
+                "of them."
             )
         self._resets.update(which)
 
@@ -668,8 +669,8 @@ def _check_states(group: EnvGroup, policy: Policy) -> None:
     if group.skips_rows and (policy.states or policy.primed or policy.needs_is_init):
         raise UsageError(
             "a recurrent policy cannot be used with a vector env that resets in the next step: "
-            "its state would move on in rows that are not transitions. Make the vector env with "
-            "autoreset_mode=AutoresetMode.SAME_STEP."
+            "its state would advance in rows that are not transitions. Make the vector env "
+            "with autoreset_mode=AutoresetMode.SAME_STEP."
         )
 
 

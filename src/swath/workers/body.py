@@ -184,7 +184,7 @@ class Worker:
         while self._port.waits():
             self._inbox.append(self._port.receive())
         if self._inbox and isinstance(self._inbox[-1][0], Close):  # nothing comes after it
-            raise ClosedError("this worker is to end.")
+            raise ClosedError("this worker was told to end.")
 
     def _take_held(self, message: TakeHeld) -> None:
         assert self._store is not None

@@ -222,7 +222,7 @@ class Crew:
 
     def _check_open(self) -> None:
         if self._closing.locked():
-            raise ClosedError("this collector was shut down while it was waited for.")
+            raise ClosedError("this collector was shut down while a call was waiting for it.")
 
     def _hear(self, number: int, spoke: bool) -> None:
         link = self._links[number]
@@ -253,7 +253,7 @@ class Crew:
         unplaced, how = late is not None and link.pid is None, link.ended()
         if late is not None and number in self._silent and self.place.launch_limit is not None:
             if not unplaced:
-                how = f"has made no envs within {late:g} s (launch_timeout) and was killed."
+                how = f"had not made its envs after {late:g} s (launch_timeout) and was killed."
             late = None
         link.kill()
         link.close()

@@ -183,8 +183,8 @@ class Request:
             self._heard, self._since = heard, monotonic()
         elif monotonic() - self._since > _SILENT:
             return (
-                f"the process that submits the jobs has said nothing in {alive.parent} for "
-                f"{_SILENT:g} s: it was killed or stopped, or cannot write there any more."
+                f"the process that submits the jobs has written nothing to {alive.parent} for "
+                f"{_SILENT:g} s: it was killed or stopped, or can no longer write there."
             )
         return None
 

@@ -48,9 +48,12 @@ def add_to_path(path: Sequence[str]) -> None:
 def _by_hand() -> None:
     parser = argparse.ArgumentParser("python -m swath.workers.join", description="Be a worker.")
     parser.add_argument("address", metavar="HOST:PORT", help="of the collector")
-    parser.add_argument("number", type=int, help="which worker to be, from 0")
+    parser.add_argument("number", type=int, help="the number of this worker, from 0")
     parser.add_argument(
-        "--link-timeout", type=float, default=LINK_TIMEOUT, help="as the collector has it"
+        "--link-timeout",
+        type=float,
+        default=LINK_TIMEOUT,
+        help="the same as link_timeout of the collector",
     )
     given = parser.parse_args()
     host, _, port = given.address.rpartition(":")

@@ -75,7 +75,7 @@ class _Process:
         if code is not None:
             raise WorkerError(
                 f"worker {self._number} (process {self.process.pid}) {ending(code)} It had not "
-                "come in yet.",
+                "connected yet.",
                 worker=self._number,
             )
 
@@ -93,7 +93,7 @@ class Waiting:
         """Say what to run for each."""
         awaited = {number: _Awaited(invitation, number) for number in numbers}
         commands = "\n".join(f"  {one.command}" for one in awaited.values())
-        _log.warning("waiting for workers; run on their machines:\n%s", commands)
+        _log.warning("waiting for workers; run these commands on their machines:\n%s", commands)
         return awaited
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ def join(
             if welcome.refused:
                 channel.close()
                 return False
-        tell(f"{name}: worker {number} is in.")
+        tell(f"{name}: worker {number} is connected.")
         port = RemotePort(channel, welcome.ticket.connect(own_host))
     except EOFError:
         channel.close()
@@ -215,7 +215,7 @@ class RemotePlace:
         arrival = self._gate.fetch(number, until, check)
         if arrival is None:
             if monotonic() < until:
-                raise ClosedError("this collector was shut down while it was waited for.")
+                raise ClosedError("this collector was shut down while a call was waiting for it.")
             raise WorkerError(
                 f"worker {number} has not connected within {self._limit:g} s (launch_timeout). Is "
                 f"it still queued, or can it not reach {self._invitation.host} port "
@@ -235,7 +235,7 @@ class RemotePlace:
             if isinstance(error, WorkerError):  # it says already what is wrong
                 raise
             raise WorkerError(
-                f"worker {hello.number} on {hello.host} came and was lost: {error}",
+                f"worker {hello.number} on {hello.host} connected and was lost again: {error}",
                 worker=hello.number,
             ) from error
         except BaseException:

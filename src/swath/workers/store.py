@@ -56,8 +56,8 @@ class Finish:
         done = self.postproc(batch)
         if done is None:
             raise UsageError(
-                "postproc returned None; expected the batch that is to be delivered. Let it end "
-                "with a return, also where it changes the batch in place."
+                "postproc returned None; expected the batch that is to be delivered. It must "
+                "return the batch, even if it changes the batch in place."
             )
         return done
 

@@ -83,7 +83,7 @@ class _Seat:
     def check(self) -> None:
         how = self._job.ended()
         if how is not None:
-            raise WorkerError(f"worker {self._number} will not come: {how}", worker=self._number)
+            raise WorkerError(f"worker {self._number} will not connect: {how}", worker=self._number)
 
     def cancel(self) -> None:
         self._left.discard(self._number)
@@ -102,7 +102,7 @@ class Executor:
         try:
             import submitit
         except ImportError as error:
-            raise UsageError("jobs need submitit: pip install swath[slurm].") from error
+            raise UsageError("jobs need submitit: pip install 'swath[slurm]'.") from error
         conf = {**_DEFAULTS, **(conf or {})}
         self.cluster = conf.pop("cluster", "slurm")
         if self.cluster not in ("slurm", "local"):

@@ -108,7 +108,7 @@ class World:
             try:
                 join(Invitation(**told), self.rank - 1, is_open=True)
             except (ConnectionError, EOFError) as error:  # it has given up before we came
-                _log.warning("rank %d was not let in: %s", self.rank, error)
+                _log.warning("rank %d could not connect: %s", self.rank, error)
         with contextlib.suppress(Exception):  # rank 0 is gone
             self._board.part()
         raise SystemExit(0)
@@ -134,12 +134,12 @@ class WorldLauncher:
         world = self._world
         if len(numbers) >= world.size:
             raise UsageError(
-                f"{len(numbers)} workers need {len(numbers) + 1} ranks, and {world.size} were "
-                "started: start more, or pass fewer env makers."
+                f"{len(numbers)} workers need {len(numbers) + 1} ranks, but {world.size} were "
+                "started: start more ranks, or pass fewer env makers."
             )
         if world.busy:
             raise UsageError(
-                "the ranks of this world work for another collector: shut it down first, or give "
+                "the ranks already work for another collector: shut it down first, or give "
                 "launcher='mp'."
             )
         ranks = {number: _Rank(world, number + 1) for number in numbers}

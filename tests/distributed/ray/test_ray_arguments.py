@@ -68,12 +68,18 @@ AMOUNT = r"in remote_configs must be a number from 0 to 1e\+14; got"
         ({"runtime_env": 5}, "remote_configs has .*'runtime_env': 5.*must be"),
         ({"num_cpu": 1}, "remote_configs has .*num_cpu.*Valid ones are"),
         ([{}, {"num_cpus": -1}], f"'num_cpus' {AMOUNT} -1"),
-        ({"name": "one"}, "must not have 'name': a name is for one actor"),
+        ({"name": "one"}, "must not have 'name': all actors would have the same name"),
         ({"max_restarts": 1}, "must not have 'max_restarts': swath replaces.*on_worker_failure"),
         ({"max_task_retries": 1}, "must not have 'max_task_retries': swath replaces"),
-        ({"max_concurrency": 2}, "must not have 'max_concurrency': actors have as many threads"),
+        (
+            {"max_concurrency": 2},
+            "must not have 'max_concurrency': swath sets the number of threads",
+        ),
         ({"max_pending_calls": 1}, "must not have 'max_pending_calls'"),
-        ({"object_store_memory": 1}, "must not have 'object_store_memory': the store is a node's"),
+        (
+            {"object_store_memory": 1},
+            "must not have 'object_store_memory': the object store belongs to a node",
+        ),
         ({"placement_group": "x"}, "must not have 'placement_group': give scheduling_strategy"),
         ({"placement_group_bundle_index": 1}, "must not have .*: give scheduling_strategy"),
         ({"lifetime": "detached"}, "must not have 'lifetime': actors end with"),
@@ -146,7 +152,9 @@ def test_a_list_has_an_entry_for_each_collector(name, entered):
         ({"num_collectors": "auto"}, "as many collectors as there is room for"),
         ({}, "as many collectors as there is room for"),
     ):
-        with pytest.raises(UsageError, match=f"{name} has 3 entries for {nodes}; give one for all"):
+        with pytest.raises(
+            UsageError, match=f"{name} has 3 entries for {nodes}; give one entry for all"
+        ):
             make(**options, **{name: [{}] * 3})
     assert not entered
     for right in ({"num_collectors": 3}, {"num_collectors": 3, **NODES}):

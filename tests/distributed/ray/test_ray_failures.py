@@ -55,7 +55,7 @@ def test_no_place_and_no_limit_but_that_of_a_rollout():
     with pytest.raises(WorkerError, match=r"not placed\) (has found no place|gave no answer)"):
         make(True, [CountingEnv], **options)
     told = no_place({"CPU": 64}, None, "remote_configs")
-    assert told.startswith("has found no place in time: it needs {'CPU': 64}, and free in the")
+    assert told.startswith("was not scheduled in time: it needs {'CPU': 64}, and the cluster has")
 
 
 @KINDS

@@ -293,7 +293,7 @@ def test_the_death_of_a_worker_is_noticed_at_once_and_told(link_to):
     for _ in range(3):
         with pytest.raises(EOFError):
             link.receive()
-    assert "killed or crashed" in link.ended()
+    assert "crashed or was killed" in link.ended()
     for call in (link.send, link.ask):
         with pytest.raises(EOFError):
             call("still there?")

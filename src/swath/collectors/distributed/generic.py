@@ -37,7 +37,7 @@ class DistributedCollector(PairedCollector):
     Args:
         create_env_fn: A list with an id or a callable for each node, or one for `num_workers`.
         policy: As for `MultiSyncCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Examples:
         >>> makers = ["CartPole-v1", "CartPole-v1"]
@@ -71,17 +71,20 @@ class DistributedCollector(PairedCollector):
     def _check_restart(self, backend: Any) -> None:
         reason = None
         if self._world is not None:
-            reason = "ranks of torchrun or mpirun are not ours to start again; give launcher='mp'"
+            reason = "only torchrun or mpirun can restart their ranks; give launcher='mp'"
         elif backend == "rpc":
-            reason = "nobody can come back into a group of torch.distributed.rpc; use 'gloo'"
+            reason = "a process cannot rejoin a group of torch.distributed.rpc; give backend='gloo'"
         if reason is not None:
-            raise UsageError(f"on_worker_failure='restart' cannot be kept here: {reason}.")
+            raise UsageError(f"on_worker_failure='restart' is not possible here: {reason}.")
 
     def _place(self, count: int) -> Place:
         options = self.options
         told = options.secret or os.environ.get("SWATH_SECRET")
         if told is None and options.launcher == "wait":
-            raise UsageError("launcher='wait' needs a secret that workers know; see SWATH_SECRET.")
+            raise UsageError(
+                "launcher='wait' needs a secret that the workers know: give secret=, or set "
+                "SWATH_SECRET here and for the workers."
+            )
         secret = told.encode() if told else new_secret()
         world = self._world
         devices = each_of("visible_devices", options.visible_devices, count)
@@ -118,7 +121,7 @@ class DistributedSyncCollector(DistributedCollector):
     Args:
         create_env_fn: As for `DistributedCollector`.
         policy: As for `DistributedCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
     """
 
     _defaults: Mapping[str, Any] = {"sync": True}
@@ -134,7 +137,7 @@ class RPCCollector(DistributedCollector):
     Args:
         create_env_fn: As for `DistributedCollector`.
         policy: As for `DistributedCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
     """
 
     _defaults: Mapping[str, Any] = {"backend": "rpc"}

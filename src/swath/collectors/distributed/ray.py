@@ -35,16 +35,16 @@ _REPLACED = "swath replaces actors itself; see on_worker_failure and max_restart
 _COUNT = Count(1)
 _STRATEGY = "give scheduling_strategy=PlacementGroupSchedulingStrategy(...) instead"
 _OURS = {
-    "name": "a name is for one actor, and these options are for each that is ever started",
+    "name": "all actors would have the same name",
     "max_restarts": _REPLACED,
     "max_task_retries": _REPLACED,
-    "max_concurrency": "actors have as many threads as swath needs in them",
-    "max_pending_calls": "swath itself bounds the calls that are under way",
-    "object_store_memory": "the store is a node's; see ray_init_config",
+    "max_concurrency": "swath sets the number of threads of each actor",
+    "max_pending_calls": "swath limits the number of pending calls itself",
+    "object_store_memory": "the object store belongs to a node; see ray_init_config",
     "placement_group": _STRATEGY,
     "placement_group_bundle_index": _STRATEGY,
     "placement_group_capture_child_tasks": _STRATEGY,
-    "lifetime": "actors end with the collector, or with the process that has made it",
+    "lifetime": "actors end with the collector, or with the process that made it",
 }
 """Options of actors that are not the user's, and why."""
 
@@ -63,7 +63,7 @@ class RayCollector(PairedCollector):
         create_env_fn: An id or a callable that makes an env, for all collectors, or a list of
             such with one entry for each.
         policy: As for `MultiSyncCollector`.
-        **options: See `swath.collectors.Options`; `frames_per_batch` is required.
+        **options: See [options](options.md); `frames_per_batch` is required.
 
     Example:
         ```python
