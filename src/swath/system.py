@@ -7,6 +7,7 @@
  wakeups                           eventfd             pipe                    -
  locks between processes           fcntl               fcntl                   -
  CPUs that may be used             affinity, cgroup    all                     all
+ TLS between machines              Python 3.13         Python 3.13             -
 ```
 
 Nothing here is looked up when swath is imported, so that importing it works everywhere. What has no
@@ -19,6 +20,7 @@ import os
 import platform
 import select
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,6 +43,7 @@ __all__ = [
     "path_of_descriptor",
     "platform_name",
     "usable_cpus",
+    "why_no_tls",
     "yield_core",
 ]
 
@@ -157,6 +160,20 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in each fork of this process, where processes can be forked."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
+
+
+def why_no_tls() -> str | None:
+    """Return why connections cannot be encrypted with a key that both sides know; None if they can.
+
+    The words are to stand after "because".
+    """
+    if sys.version_info < (3, 13):
+        return f"Python {sys.version_info[0]}.{sys.version_info[1]} is older than 3.13"
+    try:
+        import ssl
+    except ImportError:
+        return "this Python was built without the module ssl"
+    return None if ssl.HAS_PSK else f"{ssl.OPENSSL_VERSION} has no pre-shared keys"
 
 
 # -- memory, files and locks ----------------------------------------------------------------------

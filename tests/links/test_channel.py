@@ -9,15 +9,24 @@ import threading
 
 import numpy as np
 import pytest
+from sealed_kit import sealed_pair
 
 from swath.links import channel
 from swath.links.channel import Channel, StalledError, close_all
 
+NO_FILES = ("files", "only_a_part", "wait_for_the_end")
+"""Parts of the names of tests of what connections with TLS do not have."""
 
-@pytest.fixture
-def ends():
-    ours, theirs = Channel.pair()
-    other = Channel(theirs)
+
+@pytest.fixture(params=["plain", "sealed"])
+def ends(request):
+    if request.param == "plain":
+        ours, theirs = Channel.pair()
+        other = Channel(theirs)
+    elif any(part in request.node.name for part in NO_FILES):
+        pytest.skip("of sockets without TLS")
+    else:
+        ours, other = sealed_pair()
     yield ours, other
     ours.close()
     other.close()

@@ -27,6 +27,12 @@ def gate():
     gate.close()
 
 
+@pytest.fixture
+def in_clear(monkeypatch):
+    """Let this process encrypt nothing, whatever its Python can: tests speak byte by byte."""
+    monkeypatch.setattr("swath.links.gate.why_no_tls", lambda: "not in this test")
+
+
 def test_who_knows_the_secret_comes_in(gate):
     gate, secret = gate
     channel, own_host = dial("127.0.0.1", gate.port, secret, 3, PATIENCE)
@@ -103,6 +109,7 @@ def comes_in(gate, secret, number):
     return arrival.hello.number == number
 
 
+@pytest.mark.usefixtures("in_clear")
 def test_a_handshake_in_pieces_of_one_byte_among_others(gate):
     gate, secret = gate
     (one, nonce), (two, other) = connected(gate), connected(gate)
@@ -123,6 +130,7 @@ def test_a_handshake_in_pieces_of_one_byte_among_others(gate):
         end.close()
 
 
+@pytest.mark.usefixtures("in_clear")
 def test_who_knows_the_secret_and_says_garbage_is_refused_in_the_log(gate, caplog, capfd):
     gate, secret = gate
     for garbage in (b"\0\0", b"\x08\0garbage!", pickle.dumps(time.sleep).ljust(70_000)):
@@ -165,6 +173,7 @@ def test_a_crowd_of_workers_comes_in_though_there_is_no_room_for_all_at_once(gat
     assert came == [True] * 12
 
 
+@pytest.mark.usefixtures("in_clear")
 def test_of_too_many_the_oldest_that_has_proved_nothing_is_told_to_come_again(gate, caplog):
     gate, secret = gate
     gate._most = 2
@@ -181,6 +190,7 @@ def test_of_too_many_the_oldest_that_has_proved_nothing_is_told_to_come_again(ga
         end.close()
 
 
+@pytest.mark.usefixtures("in_clear")
 @pytest.mark.parametrize("said", [None, b"", bytes(5), bytes(SIZE) + BUSY])
 def test_a_worker_tries_again_if_it_was_not_refused(gate, said):
     """It was dropped: before the nonce, or later with the word that it may come again."""

@@ -21,7 +21,10 @@ import struct
 from array import array
 from collections.abc import Sequence
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swath.links.sealed import Sealed
 
 __all__ = ["Channel", "StalledError"]
 
@@ -43,12 +46,15 @@ class StalledError(EOFError):
 class Channel:
     """One end of a connection; one thread at a time may send, and one receive."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, end: socket.socket | Sealed) -> None:
+        self._socket: Any = end
         self._stalled = False
 
     def limit(self, seconds: float | None) -> None:
         """Give up once the other side has taken or given nothing of a message for so long."""
+        if not isinstance(self._socket, socket.socket):
+            self._socket.limit = seconds
+            return
         # Not by `settimeout`, which would make `send_last` wait, and each call look before it acts.
         whole, part = divmod(seconds or 0.0, 1.0)  # 0 is no limit
         value = struct.pack("ll", int(whole), int(part * 1e6))

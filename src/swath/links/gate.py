@@ -4,6 +4,7 @@
  worker                          gate (one thread of your process)
    | ------ connects ------------> |
    | <----- handshake -----------> |   links/handshake.py; not in time: refused, logged, closed
+   | <----- TLS -----------------> |   links/sealed.py, on Python 3.13 and newer
    | ====== channel =============> |   an arrival, until it is fetched
 ```
 
@@ -26,19 +27,26 @@ import secrets
 import select
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
 
 from swath.errors import UsageError
 from swath.links.bell import Bell
 from swath.links.channel import Channel
-from swath.links.handshake import BUSY, SIZE, Hello, admission, proof
+from swath.links.handshake import BUSY, SIZE, Hello, UnlikeError, admission, proof, worker_proof
 from swath.links.limits import in_words
+from swath.system import why_no_tls
+
+if TYPE_CHECKING:
+    from swath.links.sealed import Sealed
 
 __all__ = ["Arrival", "Gate", "Note", "dial", "guess_host", "new_secret"]
 
+_Seal = Callable[[Any, bytes, bool], "Sealed"]
 _log = logging.getLogger("swath")
 _MOST = 64
 """Newcomers at once; fewer, if this process may have few descriptors."""
@@ -97,6 +105,10 @@ class Gate:
         self.host, self.port = host, self._socket.getsockname()[1]
         descriptors = os.sysconf("SC_OPEN_MAX")
         self._most = max(1, min(_MOST, descriptors // 8)) if descriptors > 0 else _MOST
+        self._seal = _sealer()
+        if (why := why_no_tls()) is not None:  # documented, unless it is a surprise
+            level = logging.INFO if sys.version_info < (3, 13) else logging.WARNING
+            _log.log(level, "what workers say to port %d is not encrypted: %s", self.port, why)
         self._newcomers: dict[int, _Newcomer] = {}  # by descriptor, the oldest first
         self._came: dict[int, Arrival] = {}
         self._change = threading.Condition()
@@ -153,12 +165,15 @@ class Gate:
 
     def _refuse(self, newcomer: _Newcomer, why: object) -> None:
         _log.warning("refused a connection from %s: %s", newcomer.host, why)
+        if isinstance(why, UnlikeError):
+            with contextlib.suppress(OSError):
+                newcomer.end.sendall(why.answer)
         self._forget(newcomer)
         newcomer.end.close()
 
     def _forget(self, newcomer: _Newcomer) -> None:
-        if self._newcomers.pop(newcomer.end.fileno(), None) is not None:
-            self._poller.unregister(newcomer.end)
+        if self._newcomers.pop(newcomer.descriptor, None) is not None:
+            self._poller.unregister(newcomer.descriptor)
 
     def _accept_all(self) -> None:
         """Accept who waits, but no more than there is room for before they are heard."""
@@ -174,11 +189,12 @@ class Gate:
                 return
             try:
                 end.setblocking(False)
-                newcomer = _Newcomer(end, host, monotonic() + self._patience, self._secret)
+                until = monotonic() + self._patience
+                newcomer = _Newcomer(end, host, until, self._secret, self._seal)
             except OSError:  # it has left already
                 end.close()
                 continue
-            self._newcomers[end.fileno()] = newcomer
+            self._newcomers[newcomer.descriptor] = newcomer
             self._poller.register(end, select.POLLIN)
             if len(self._newcomers) > self._most:
                 self._make_room(f"there were more than {self._most} connections at once")
@@ -280,41 +296,53 @@ class _Newcomer:
         host: From where.
         until: When it must have done all of its handshake, by the monotonic clock.
         secret: What it must know.
+        seal: Encrypts what follows the proofs; None if it is not encrypted.
     """
 
-    def __init__(self, end: socket.socket, host: str, until: float, secret: bytes) -> None:
-        self.end, self.host, self.until = end, host, until
+    def __init__(
+        self, end: socket.socket, host: str, until: float, secret: bytes, seal: _Seal | None
+    ) -> None:
+        self.end: socket.socket | Sealed = end
+        self.descriptor, self.host, self.until = end.fileno(), host, until
         self.proven = False
-        self._admission, self._heard = admission(secret), b""
+        self._secret, self._seal = secret, seal
+        self._admission, self._heard = admission(secret, seal is not None), b""
         say, self._wanted = next(self._admission)
-        self.end.send(say)  # a buffer that is empty takes it
+        end.send(say)  # a buffer that is empty takes it
 
     def hear(self) -> Hello | None:
         """Read what has come; return who it is once that is known.
 
         Not a byte more is read than belongs to the handshake.
         """
-        try:
-            more = self.end.recv(self._wanted - len(self._heard))
-        except BlockingIOError:
-            return None
-        if not more:
-            raise EOFError("it closed the connection before it had authenticated")
-        self._heard += more
-        if len(self._heard) == self._wanted:
-            heard, self._heard = self._heard, b""
+        while True:  # of what TLS has decrypted nobody would wake us
             try:
-                say, self._wanted = self._admission.send(heard)
-            except StopIteration as admitted:
-                return admitted.value
-            self.proven = True
-            self.end.send(say)
-        return None
+                more = self.end.recv(self._wanted - len(self._heard))
+            except BlockingIOError:
+                return None
+            if not more:
+                raise EOFError("it closed the connection before it had authenticated")
+            self._heard += more
+            if len(self._heard) == self._wanted:
+                heard, self._heard = self._heard, b""
+                try:
+                    say, self._wanted = self._admission.send(heard)
+                except StopIteration as admitted:
+                    return admitted.value
+                if not self.proven:
+                    self._trust(say)
+
+    def _trust(self, say: bytes) -> None:
+        """Say the proof; what follows it is encrypted."""
+        self.proven = True
+        self.end.sendall(say)
+        if self._seal is not None:
+            self.end = self._seal(self.end, self._secret, True)
 
     def put_off(self) -> None:
         """Close, with the word that it may come again."""
         with contextlib.suppress(OSError):
-            self.end.send(BUSY)
+            self.end.sendall(BUSY)
             self.end.shutdown(socket.SHUT_WR)
             self.end.recv(2 * SIZE)  # what is unread when it closes would undo what was said
         self.end.close()
@@ -336,6 +364,7 @@ def dial(
     the first time failed.
     """
     until, tells = monotonic() + patience, True
+    end: socket.socket | Sealed
     while True:
         try:
             end = socket.create_connection((host, port), max(_RETRY, until - monotonic()))
@@ -346,10 +375,9 @@ def dial(
                 raise ConnectionError(why) from error
         else:
             try:
-                _prove(end, secret, f"{host} port {port}", until)
-                channel = _channel(end, patience)
+                end = _proven(end, secret, f"{host} port {port}", until)
                 end.sendall(Hello(number, socket.gethostname(), os.getpid()).packed())
-                return channel, end.getsockname()[0]
+                return _channel(end, patience), end.getsockname()[0]
             except PermissionError:
                 end.close()
                 raise
@@ -364,22 +392,38 @@ def dial(
         sleep(_RETRY)
 
 
-def _prove(end: socket.socket, secret: bytes, where: str, until: float) -> None:
+def _proven(end: socket.socket, secret: bytes, where: str, until: float) -> socket.socket | Sealed:
     """Be the worker's side of the handshake; PermissionError if the other is not our gate.
 
     A gate that refuses has read our proof, and closes; what ends in another way was no refusal.
     """
     nonce = _exactly(end, SIZE, until)
-    own = os.urandom(SIZE)
-    end.sendall(proof(secret, b"worker", nonce) + own)
+    own, seal = os.urandom(SIZE), _sealer()
+    end.sendall(worker_proof(secret, nonce, sealed=seal is not None) + own)
     try:
         answer = _exactly(end, SIZE, until)
     except EOFError:
         answer = b""
     if answer == BUSY:
         raise ConnectionAbortedError("it has too many other connections")
+    if hmac.compare_digest(answer, proof(secret, b"unlike", own)):
+        differ = ("does not encrypt", "does") if seal else ("encrypts", f"cannot: {why_no_tls()}")
+        raise UnlikeError(
+            f"{where} {differ[0]} its connections, and this worker {differ[1]}. Run the collector "
+            "and its workers with the same Python; connections are encrypted on 3.13 and newer"
+        )
     if not hmac.compare_digest(answer, proof(secret, b"trainer", own)):
         raise PermissionError(f"{where} refused the connection; perhaps it has another secret")
+    return end if seal is None else seal(end, secret, False)
+
+
+def _sealer() -> _Seal | None:
+    """Return what encrypts a connection, imported while there is a descriptor; None if nothing."""
+    if why_no_tls() is not None:
+        return None
+    from swath.links.sealed import seal
+
+    return seal
 
 
 def new_secret() -> bytes:
@@ -422,7 +466,7 @@ def _exactly(end: socket.socket, count: int, until: float) -> bytes:
     return got
 
 
-def _channel(end: socket.socket, patience: float) -> Channel:
+def _channel(end: socket.socket | Sealed, patience: float) -> Channel:
     """Return a channel that ends by itself if the other host is cut off for too long."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -5,12 +5,16 @@
    | <----- nonce ---------------- |
    | --- proof, own nonce -------> |   a wrong proof: refused without a word
    | <----- proof ---------------- |   or that it has too many others now: come again
+   | ===== TLS ==================> |   if both can, which their proofs say (links/sealed.py)
    | --- who I am ---------------> |   JSON, of a bounded length
 ```
 
 Both sides prove that they know the secret of the run, so neither unpickles a byte of a stranger;
 the gate unpickles nothing at all. Each message has a length that is known before it comes or is
 at most 64 KiB, so a stranger makes nobody allocate more than that.
+
+Whether a side encrypts is part of what it proves. One that does is never talked out of it by who
+changes packets on their way: two sides that differ part, and the worker says why.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import struct
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 
-__all__ = ["BUSY", "SIZE", "Hello", "admission", "proof"]
+__all__ = ["BUSY", "SIZE", "Hello", "UnlikeError", "admission", "proof", "worker_proof"]
 
 SIZE = 32
 """Bytes of a nonce, and of a proof."""
@@ -33,6 +37,15 @@ BUSY = bytes(SIZE)
 It proves nothing, so all that it can do is to let a worker try again for as long as it would have
 waited anyway."""
 _LENGTH = struct.Struct("=H")
+
+
+class UnlikeError(PermissionError):
+    """Of the two sides, one encrypts and the other does not."""
+
+    def __init__(self, text: str, answer: bytes = b"") -> None:
+        super().__init__(text)
+        self.answer = answer
+        """What the worker is to hear, which proves that it comes from the gate."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +75,31 @@ class Hello:
         return hello
 
 
-def admission(secret: bytes) -> Generator[tuple[bytes, int], bytes, Hello]:
+def admission(secret: bytes, sealed: bool = False) -> Generator[tuple[bytes, int], bytes, Hello]:
     """Be the gate's side: yield what to say and how many bytes to hear then; return who it is.
 
     PermissionError if it is nobody who may come in. What follows the first yield is proven.
+
+    Args:
+        secret: What both sides know.
+        sealed: What follows the proofs is encrypted.
     """
     nonce = os.urandom(SIZE)
     answer = yield nonce, 2 * SIZE
-    if not hmac.compare_digest(answer[:SIZE], proof(secret, b"worker", nonce)):
+    said, theirs = answer[:SIZE], answer[SIZE:]
+    if not hmac.compare_digest(said, worker_proof(secret, nonce, sealed)):
+        if hmac.compare_digest(said, worker_proof(secret, nonce, not sealed)):
+            one, other = ("the worker", "we do") if sealed else ("this Python", "the worker does")
+            text = f"{one} cannot encrypt its connections, and {other}"
+            raise UnlikeError(text, proof(secret, b"unlike", theirs))
         raise PermissionError("it does not know the secret")
-    (length,) = _LENGTH.unpack((yield proof(secret, b"trainer", answer[SIZE:]), _LENGTH.size))
+    (length,) = _LENGTH.unpack((yield proof(secret, b"trainer", theirs), _LENGTH.size))
     return Hello.unpacked((yield b"", length) if length else b"")
+
+
+def worker_proof(secret: bytes, nonce: bytes, sealed: bool = False) -> bytes:
+    """Return what a worker answers to the gate's nonce, if it encrypts what follows or does not."""
+    return proof(secret, b"worker, sealed" if sealed else b"worker", nonce)
 
 
 def proof(secret: bytes, who: bytes, nonce: bytes) -> bytes:
