@@ -41,7 +41,7 @@ class Owner:
     def __init__(self, what: str) -> None:
         self._what, self._process = what, _process
         self._lock = threading.RLock()  # what is called inside of a call is the same thread's
-        self._inside = ""
+        self._inside = 0
         self.turn_of: Callable[[], _Turn | None] = lambda: None
         """Return the block that this thread is in: by a weak reference, since one that was broken
         off by what any other signal's handler raises may not have come to its end."""
@@ -73,14 +73,14 @@ class Owner:
 
     def enter(self, call: str) -> None:
         """Let this thread in, or refuse it; see `turn`."""
-        name = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             raise UsageError(
-                f"{call} of this {self._what} was called in thread {name!r} while thread "
-                f"{self._inside!r} is using it: only one thread at a time may use it. Make one "
-                "for each thread, or hold a lock around the calls."
+                f"{call} of this {self._what} was called in thread "
+                f"{_name_of(threading.get_ident())} while thread {_name_of(self._inside)} is using "
+                "it: only one thread at a time may use it. Make one for each thread, or hold a lock "
+                "around the calls."
             )
-        self._inside = name
+        self._inside = threading.get_ident()
 
     def leave(self) -> None:
         """Let this thread out."""
@@ -94,6 +94,12 @@ class Owner:
                 "the policy, an env or a signal handler: the frames that it would return "
                 "belong to that call. Call it after that call has returned."
             )
+
+
+def _name_of(ident: int) -> str:
+    """Return the name of a running thread; its number if Python has not started it."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return repr(names.get(ident, ident))
 
 
 class _Turn:

@@ -33,7 +33,10 @@ import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, NamedTuple
+
+from swath.system import after_fork_in_child
 
 __all__ = ["Shield"]
 
@@ -41,6 +44,16 @@ __all__ = ["Shield"]
 # Not those of `signal`, which turn what they return into an enum: that takes longer than all else.
 _set: Callable[[int, Any], Any] = _signal.signal
 _get: Callable[[int], Any] = _signal.getsignal
+
+_main = threading.main_thread().ident  # kept: every batch and every access to a buffer asks for it
+
+
+def _note_fork() -> None:
+    global _main
+    _main = get_ident()
+
+
+after_fork_in_child(_note_fork)
 
 
 class _Mark(NamedTuple):
@@ -112,7 +125,7 @@ class _Watch:
 
 def _watching() -> _Watch | None:
     """Return what holds signals back now, if this is the thread that gets them."""
-    if threading.current_thread() is not threading.main_thread():
+    if get_ident() != _main:
         return None
     handler = _get(signal.SIGINT)
     return handler if type(handler) is _Watch and handler.top is not None else None
@@ -129,7 +142,7 @@ class Shield:
     """Holds Ctrl-C back in the main thread; elsewhere Python raises none."""
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if get_ident() == _main:
             handler = _get(signal.SIGINT)
             if type(handler) is _Watch and handler.top is not None:
                 handler.top = _Mark(self, True, handler.top)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from tensordict.nn import (
 __all__ = ["draw", "is_plain_choice", "is_plain_module", "plain_parts", "unchecked"]
 
 
-def unchecked(values: Mapping[str, Any], size: torch.Size, names: list[Any] | None) -> TensorDict:
+def unchecked(values: dict[str, Any], size: torch.Size, names: list[Any] | None) -> TensorDict:
     """Return a TensorDict of values that are known to fit, without a look at them."""
-    make = getattr(TensorDict, "_new_unsafe", None)
-    batch = None if make is None else make(None, size, names=names)
-    source = getattr(batch, "_tensordict", None)
-    if source is None:
-        return TensorDict(dict(values), size, names=names)
-    source.update(values)
+    try:
+        batch = TensorDict._new_unsafe(None, size, names=names)
+        batch._tensordict.update(values)
+    except AttributeError:
+        return TensorDict(values, size, names=names)
     return batch
 
 

@@ -23,14 +23,16 @@ __all__ = [
 ]
 
 
+_library: Any = torch.nn.modules.module
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Tell whether calling a module does more than its `forward`; True if that is not known."""
-    library: Any = torch.nn.modules.module
     try:
         return bool(
             module._forward_hooks
             or module._forward_pre_hooks
-            or library._has_any_global_hook()
+            or _library._has_any_global_hook()
             or module._compiled_call_impl
         )
     except AttributeError:

@@ -141,7 +141,8 @@ class Draws:
             return None
         if (versions := values.get(keys.POLICY_VERSION)) is not None:
             self.lags.note(ring.words[Word.NEWEST], versions)
-        batch = _nested(ring.tree, values, torch.Size(index.shape), torch.from_numpy(index))
+        numbers = {"index": torch.from_numpy(index)}
+        batch = _nested(ring.tree, values, torch.Size(index.shape), numbers)
         if sampler is not None:
             for name, extra in sampler.extras(ring, index).items():
                 batch.set(name, torch.from_numpy(extra))
@@ -208,13 +209,12 @@ def _nested(
     tree: Mapping[str, Any],
     values: Mapping[Key, torch.Tensor],
     size: torch.Size,
-    index: torch.Tensor | None = None,
+    found: dict[str, Any],
 ) -> TensorDict:
-    """Return a batch of values by key.
+    """Return a batch of values by key, and of what was found before.
 
     They fit by construction and are not checked.
     """
-    found: dict[str, Any] = {} if index is None else {"index": index}
     for name, part in tree.items():
-        found[name] = _nested(part, values, size) if isinstance(part, dict) else values[part]
+        found[name] = _nested(part, values, size, {}) if type(part) is dict else values[part]
     return unchecked(found, size, None if len(size) == 1 else [None, "time"])

@@ -136,6 +136,7 @@ class Ring:
         self._error = block[len(whole) * 8 :]
         descriptor = None if memory is None else memory.descriptor
         self._locks = Locks() if descriptor is None else locks_of(descriptor)
+        self._is_shared = descriptor is not None  # else there is nothing to ask the kernel for
         self.writing, self._feeds = self._locks.writing, False
         self.shield = Shield()
 
@@ -188,7 +189,8 @@ class Ring:
         self.shield.__enter__()
         self._locks.ledger.acquire()
         try:
-            self._locks.lock(How.OWN, 0)
+            if self._is_shared:
+                self._locks.lock(How.OWN, 0)
         except BaseException:  # without the lock nothing may be kept of what came before it
             self._locks.ledger.release()
             self.shield.__exit__()
@@ -205,7 +207,8 @@ class Ring:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.words[Word.BUSY] = kind is not None
-        self._locks.lock(How.LET_GO, 0)
+        if self._is_shared:
+            self._locks.lock(How.LET_GO, 0)
         self._locks.ledger.release()
         self.shield.__exit__()
 
@@ -270,14 +273,14 @@ class Ring:
         return sum(int(np.count_nonzero(self.stamps[i:j] > 0)) for i, j, _ in spans)
 
     def _own(self, spans: list[Span]) -> bool:
-        for start, stop, _ in spans:
+        for start, stop, _ in spans if self._is_shared else ():
             if not self._locks.lock(How.OWN, 1 + start, stop - start, waits=False):
                 self._disown(spans)
                 return False
         return True
 
     def _disown(self, spans: list[Span]) -> None:
-        for start, stop, _ in spans:
+        for start, stop, _ in spans if self._is_shared else ():
             self._locks.lock(How.LET_GO, 1 + start, stop - start)
 
     def is_being_written(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -30,7 +30,7 @@ class GymGroup(Group):
     ) -> None:
         super().__init__(len(envs), envs[0].observation_space, envs[0].action_space)
         self.envs, self.batched = list(envs), batched
-        self.time_limits = [_bare(env)[1] for env in envs]
+        self.time_limits = [_limit(env) for env in envs]
         self._seeds: list[int | None] = [None] * self.num_envs
         self._first: list[tuple[Any, dict[str, Any]] | None] = [None] * self.num_envs
         self.info_fields = info_fields(info_keys, self._first_info)
@@ -67,7 +67,7 @@ class GymGroup(Group):
         self._first = [None] * self.num_envs
 
     def bind(self, slab: Slab, *, bare: bool = False, eager: bool = False) -> _BoundGym:
-        return _BoundGym(self, slab, [_bare(env)[0] if bare else env for env in self.envs])
+        return _BoundGym(self, slab, [_bare(env) if bare else env for env in self.envs])
 
     def close(self, timeout: float | None = None) -> None:
         close_all(self.envs)
@@ -91,18 +91,28 @@ class GymGroup(Group):
         return answer
 
 
-def _bare(env: gym.Env[Any, Any]) -> tuple[gym.Env[Any, Any], int | None]:
-    """Return the env without the wrappers whose work the loop does anyway, and its time limit.
+_SPARED: Container[type] = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
+
+
+def _bare(env: Any) -> gym.Env[Any, Any]:
+    """Return the env without the wrappers whose work the loop does anyway.
 
     `gymnasium.make` wraps every env to count its steps and to see that it is reset first: a tenth
     of a step of CartPole (docs/decisions/002-fast-paths.md). The loop does both for all envs.
     """
-    limit: int | None = None
-    while type(env) in (TimeLimit, OrderEnforcing, PassiveEnvChecker):
+    while type(env) in _SPARED:
+        env = env.env
+    return env
+
+
+def _limit(env: Any) -> int | None:
+    """Return after how many steps those wrappers truncate."""
+    limits = []
+    while type(env) in _SPARED:
         if isinstance(env, TimeLimit):
-            limit = min(limit or step_limit(env), step_limit(env))
-        env = env.env  # type: ignore[attr-defined]
-    return env, limit
+            limits.append(step_limit(env))
+        env = env.env
+    return min(limits, default=None)
 
 
 _FLAGS = frozenset((bool, np.bool_))

@@ -37,6 +37,7 @@ __all__ = [
     "leaf_dtype",
     "nested_shapes",
     "numpy_dtype",
+    "tensors_on",
     "torch_dtype",
 ]
 
@@ -63,6 +64,7 @@ _TORCH_OF_NUMPY: dict[str, torch.dtype] = {
 _NUMPY_OF_TORCH = {torch_type: np.dtype(name) for name, torch_type in _TORCH_OF_NUMPY.items()}
 # numpy has no bfloat16: its bytes are kept as uint16 and only torch gives them a meaning.
 _NUMPY_OF_TORCH[torch.bfloat16] = np.dtype(np.uint16)
+_RENAMED = {torch.bfloat16}
 
 
 def torch_dtype(dtype: np.dtype[np.generic], key: Key) -> torch.dtype:
@@ -121,25 +123,32 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    renamed: bool
+    """Numpy sees the bytes as something else, for want of such a dtype."""
 
     @classmethod
     def of(cls, place: Place, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
         """Return a place in this form; `strides` counts elements."""
         dtype = place.field.dtype
         apart = tuple(stride * dtype.itemsize for stride in strides)
-        return cls(place.field.key, dtype, numpy_dtype(dtype), shape, apart, place.offset)
-
-    def of_array(self, block: np.ndarray) -> torch.Tensor:
-        """Return a tensor on a flat uint8 array. Its storage is its own and spans it alone."""
-        array = np.ndarray(self.shape, self.numpy_dtype, block, self.offset, self.strides)
-        tensor = torch.from_numpy(array)
-        return tensor if tensor.dtype is self.dtype else tensor.view(self.dtype)
+        kind = numpy_dtype(dtype)
+        renamed = dtype in _RENAMED
+        return cls(place.field.key, dtype, kind, shape, apart, place.offset, renamed)
 
     def of_tensor(self, block: torch.Tensor) -> torch.Tensor:
         """Return a view on a flat uint8 tensor, whose storage it shares."""
         size = self.dtype.itemsize
         strides = [stride // size for stride in self.strides]
         return block.view(self.dtype).as_strided(self.shape, strides, self.offset // size)
+
+
+def tensors_on(block: np.ndarray, views: Iterable[View]) -> dict[Key, torch.Tensor]:
+    """Return tensors on a flat uint8 array. The storage of each is its own and spans it alone."""
+    tensors = {}  # all in one loop: every batch comes from here
+    for key, dtype, kind, shape, strides, offset, renamed in views:
+        tensor = torch.from_numpy(np.ndarray(shape, kind, block, offset, strides))
+        tensors[key] = tensor.view(dtype) if renamed else tensor
+    return tensors
 
 
 class Layout:

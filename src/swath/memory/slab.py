@@ -24,7 +24,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from swath.memory.layout import ALIGNMENT, Layout, View
+from swath.memory.layout import ALIGNMENT, Layout, View, tensors_on
 from swath.system import anonymous_file, path_of_descriptor
 from swath.tree import Key, nest
 
@@ -59,8 +59,10 @@ class Memory(Protocol):
     lease: weakref.ref[Any]
     """What is dead once no tensor views the block any more that was lent last."""
 
-    def lend(self, views: Sequence[View], on_return: Callable[[Any], object]) -> list[torch.Tensor]:
-        """Return tensors on the block; call `on_return` with the lease when the last is gone.
+    def lend(
+        self, views: Sequence[View], on_return: Callable[[Any], object]
+    ) -> dict[Key, torch.Tensor]:
+        """Return tensors on the block by key; call `on_return` with the lease when all are gone.
 
         Each tensor has a storage of its own, as tensors that were made apart have: whoever saves
         one, pickles it or sends it to a process writes that one and not the block, and torch
@@ -81,7 +83,9 @@ class _ArrayMemory:
         """The block as torch sees it."""
         return torch.from_numpy(self.array)
 
-    def lend(self, views: Sequence[View], on_return: Callable[[Any], object]) -> list[torch.Tensor]:
+    def lend(
+        self, views: Sequence[View], on_return: Callable[[Any], object]
+    ) -> dict[Key, torch.Tensor]:
         """Return tensors on the block; see `Memory.lend`."""
         # A tensor made from a numpy array keeps that very array object alive until its storage is
         # freed, and the array keeps this window. So the death of the window is the death of the
@@ -89,7 +93,7 @@ class _ArrayMemory:
         # of an array would keep the latter and not the window.
         window = np.frombuffer(self.array.data, np.uint8)
         self.lease = weakref.ref(window, on_return)
-        return [view.of_array(window) for view in views]
+        return tensors_on(window, views)
 
 
 class HeapMemory(_ArrayMemory):
@@ -116,14 +120,16 @@ class DeviceMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-    def lend(self, views: Sequence[View], on_return: Callable[[Any], object]) -> list[torch.Tensor]:
+    def lend(
+        self, views: Sequence[View], on_return: Callable[[Any], object]
+    ) -> dict[Key, torch.Tensor]:
         """Return tensors on the block; see `Memory.lend`."""
         # DLPack makes a second storage on the same memory, which keeps the first. The Python
         # object of this window stays for as long as any of the tensors, so its death is that of
         # the last one.
         window = from_dlpack(to_dlpack(self.block))
         self.lease = weakref.ref(window.untyped_storage(), on_return)
-        return [from_dlpack(to_dlpack(view.of_tensor(window))) for view in views]
+        return {view.key: from_dlpack(to_dlpack(view.of_tensor(window))) for view in views}
 
 
 def memory_on(device: torch.device, nbytes: int) -> Memory:
@@ -220,9 +226,8 @@ class Slab:
 
         Each of its tensors has a storage of its own.
         """
-        views = self.layout.batch(steps, lead)
-        tensors = zip(views, self.memory.lend(views, on_return), strict=True)
-        return self._arranged({view.key: tensor for view, tensor in tensors}, lead, steps)
+        tensors = self.memory.lend(self.layout.batch(steps, lead), on_return)
+        return self._arranged(tensors, lead, steps)
 
     def view(self, steps: int, lead: tuple[int, ...]) -> TensorDict:
         """Return the same of this part, to be used before it is written again; nothing is lent."""

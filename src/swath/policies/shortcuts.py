@@ -131,10 +131,11 @@ def _calls(module: nn.Module) -> Iterator[Call]:
         fresh = False  # whether nobody else has what the layer before gives
         for child in named_layers(module).values():  # children() leaves out a layer's second use
             assert child is not None
+            call: Any = None
             for call in _calls(child):
                 yield _IN_PLACE.get(call, call) if fresh else call
                 fresh = False
-            fresh = type(child) is nn.Linear and not is_altered(child)
+            fresh = type(child) is nn.Linear and call is not child  # which is how altered ones go
     elif kind is nn.Linear:
         yield _linear(named_parameters_of(module))
     elif kind is nn.ReLU and not module.inplace:
