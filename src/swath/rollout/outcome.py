@@ -51,14 +51,14 @@ class Flags:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What steps give beside observations: rewards, flags beside those at the root, and the rest."""
+    """What steps give beside observations: rewards, flags beside those at the root, the rest."""
 
     rewards: tuple[Field, ...] = (Field(keys.REWARD, (1,), torch.float32),)
     flags: tuple[Flags, ...] = ()
     at_root: bool = True
     """The env itself says when it ends; else it ends with any of its parts."""
     others: tuple[Field, ...] = ()
-    """What stands below `next` alone and is no reward: a difference to the last observation, say."""
+    """What stands below `next` alone and is no reward: a change of the observation, say."""
 
     @property
     def carried(self) -> list[Key]:
