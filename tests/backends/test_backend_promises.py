@@ -77,6 +77,8 @@ def test_preempted_counts_are_exact(backend):
         batches = list(collector)
     assert check_transitions(batches) == sum(b["collector", "mask"].sum() for b in batches)
     assert 200 <= check_transitions(batches) < 202
+    for batch in batches:
+        assert torch.equal(batch["collector", "traj_ids"] >= 0, batch["collector", "mask"])
 
 
 @NOT_RAY

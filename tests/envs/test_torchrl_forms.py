@@ -67,6 +67,31 @@ def test_several_rewards_actions_and_ends_are_as_torchrl_gives_them(form, batch_
     assert len(torch.cat([batch["collector", "traj_ids"].flatten() for batch in got]).unique()) > 5
 
 
+@pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)], ids=str)
+def test_what_a_transform_writes_below_next_alone_is_in_the_batch(batch_size):
+    from torchrl.envs import TransformedEnv
+    from torchrl.envs.transforms import NextObservationDelta
+
+    def make():
+        return TransformedEnv(kit.Teams(batch_size), NextObservationDelta())
+
+    frames = 14 * max(1, torch.Size(batch_size).numel())
+    options = {"frames_per_batch": frames}
+    expected = theirs(make(), kit.teams_policy(), **options)
+    with Collector(make(), kit.teams_policy(), total_frames=-1, **options) as collector:
+        batches = [collector.next() for _ in expected]
+        assert collector.stats()["episodes"] > 0
+    for ours, others in zip(batches, expected, strict=True):
+        assert ("next", "delta") in others.keys(True)
+        changes = others["next", "delta"]
+        for key in changes.keys(True, True):
+            assert ours["next", "delta"][key].dtype == torch.float16
+            assert torch.equal(ours["next", "delta"][key], changes[key]), key
+        for key in changes.keys(True):
+            if key not in changes.keys(True, True):
+                assert ours["next", "delta"][key].batch_size == changes[key].batch_size
+
+
 def test_where_no_flag_is_at_the_root_it_says_whether_any_part_ended():
     with Collector(kit.Teams((2,), at_root=False), kit.teams_policy(), frames_per_batch=60) as c:
         batch = c.next()

@@ -305,8 +305,8 @@ class MultiSyncCollector(MultiCollector):
             if worker in done.masks:
                 mask[:rows, start:stop] &= done.masks[worker]
             if rows < steps:
-                for array in done.slab.arrays.values():
-                    array[rows:steps, start:stop] = 0
+                for key, array in done.slab.arrays.items():
+                    array[rows:steps, start:stop] = -1 if key == keys.TRAJ_IDS else 0
         return mask
 
     def _concatenated(self, batch: TensorDict, done: _Round) -> TensorDict:

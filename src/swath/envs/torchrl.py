@@ -136,7 +136,8 @@ class _BoundTorchRL:
         self._actions = [slab.rows(leaf.key, lead) for leaf in group.actions]
         self._seen = [(leaf.key, slab.rows(leaf.key, lead)) for leaf in group.observations]
         outcome = group.outcome
-        self._rewards = [(f.key[1:], slab.rows(f.key, lead)) for f in outcome.rewards]
+        given = (*outcome.rewards, *outcome.others)
+        self._given = [(f.key[1:], slab.rows(f.key, lead)) for f in given]
         self._flags = [(key, slab.rows(key, lead)) for key in outcome.carried]
         self._at_root = outcome.at_root
         self._terminated = slab.arrays[keys.NEXT_TERMINATED][:, :, 0]
@@ -178,7 +179,7 @@ class _BoundTorchRL:
             after = group.advance([rows[t].clone() for rows in self._actions])
             live = group.live if len(group.live) < group.num_envs else None
             self._write(t + 1, after, live)
-            for key, rows in self._rewards:
+            for key, rows in self._given:
                 _copy(rows[t], after.get(key, None), key, live, group.num_envs)
             return self._end(t, after, live)
         except CallFailed:

@@ -78,7 +78,7 @@ def action_form(env: Any) -> tuple[gym.Space[Any], list[Leaf]]:
 
 
 def outcome_of(env: Any) -> Outcome:
-    """Return the rewards of an env, and the flags that its parts have."""
+    """Return what the steps of an env give beside observations."""
     dims = len(env.batch_size)
     rewards = [
         Field(("next", *key), _shape(spec, dims), spec.dtype, nested=(0, *nested))
@@ -103,7 +103,21 @@ def outcome_of(env: Any) -> Outcome:
             )
         else:
             at_root = True
-    return Outcome(tuple(rewards), tuple(groups.values()), at_root)
+    return Outcome(tuple(rewards), tuple(groups.values()), at_root, tuple(_others(env)))
+
+
+def _others(env: Any) -> Iterator[Field]:
+    """Give what stands below `next` that no spec has: some transforms write such entries."""
+    dims, example = len(env.batch_size), env.fake_tensordict()["next"]
+    specs = (env.observation_spec, env.full_reward_spec, env.full_done_spec)
+    known = {key for spec in specs for key, _, _ in _entries(spec, dims)}
+    for name, value in example.items(True, True):
+        key: Key = (name,) if isinstance(name, str) else tuple(name)
+        if key not in known and isinstance(value, torch.Tensor):
+            around = [example.get(key[:end]) for end in range(1, len(key))]
+            nested = [part.batch_dims - dims for part in around]
+            shape = tuple(value.shape[dims:])
+            yield Field(("next", *key), shape, value.dtype, nested=(0, *nested))
 
 
 def _entries(

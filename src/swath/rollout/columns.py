@@ -129,7 +129,7 @@ def hold(slab: Slab, outcome: Outcome, which: np.ndarray, t: int) -> None:
         array[t + 1 :, which] = array[t, which]
         if following(key) in slab.arrays:
             slab.arrays[following(key)][t:, which] = array[t, which]
-    for field in outcome.rewards:
+    for field in (*outcome.rewards, *outcome.others):
         slab.arrays[field.key][t:, which] = 0
     slab.arrays[keys.MASK][t:, which] = False
 

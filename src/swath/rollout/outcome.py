@@ -51,12 +51,14 @@ class Flags:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rewards of an env, and the flags that it has beside those at the root."""
+    """What steps give beside observations: rewards, flags beside those at the root, the rest."""
 
     rewards: tuple[Field, ...] = (Field(keys.REWARD, (1,), torch.float32),)
     flags: tuple[Flags, ...] = ()
     at_root: bool = True
     """The env itself says when it ends; else it ends with any of its parts."""
+    others: tuple[Field, ...] = ()
+    """What stands below `next` alone and is no reward: a change of the observation, say."""
 
     @property
     def carried(self) -> list[Key]:
@@ -65,7 +67,7 @@ class Outcome:
 
     def fields(self) -> list[Field]:
         """Return the fields that hold all of it."""
-        fields = list(self.rewards)
+        fields = [*self.rewards, *self.others]
         for flags in self.flags:
             for key in flags.keys:
                 below = (0, *flags.nested)
