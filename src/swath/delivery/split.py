@@ -19,7 +19,7 @@ from swath.errors import UsageError
 from swath.rollout.keys import FINAL, NEXT_DONE, TRAJ_IDS
 from swath.tree import Key
 
-__all__ = ["group_frames", "split_trajectories"]
+__all__ = ["group_frames", "keep_nested_sizes", "split_trajectories"]
 
 
 def group_frames(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,6 +37,22 @@ def group_frames(ids: Tensor) -> tuple[Tensor, Tensor]:
     first = by_id[lengths.cumsum(0) - lengths]
     by_appearance = first.repeat_interleave(lengths).argsort(stable=True)
     return by_id[by_appearance], lengths[first.argsort()]
+
+
+def keep_nested_sizes(made: TensorDict, rollout: TensorDictBase) -> TensorDict:
+    """Give the TensorDicts in what was made of a rollout the batch dimensions that they had there.
+
+    Examples:
+        >>> group = TensorDict({"reward": torch.ones(5, 3, 1)}, [5, 3])
+        >>> made = TensorDict({"agents": {"reward": torch.ones(2, 4, 3, 1)}}, [2, 4])
+        >>> keep_nested_sizes(made, TensorDict({"agents": group}, [5]))["agents"].batch_size
+        torch.Size([2, 4, 3])
+    """
+    for key, part in rollout.items(True):
+        if isinstance(part, TensorDictBase) and part.batch_dims > rollout.batch_dims:
+            inner = part.batch_size[rollout.batch_dims :]
+            made.get(key).batch_size = [*made.batch_size, *inner]
+    return made
 
 
 def split_trajectories(
@@ -159,7 +175,8 @@ class _Rows:
                     f"{key!r} is a {type(value).__name__}, which cannot be cut into trajectories. "
                     "Leave the entry out, or encode it as a tensor."
                 )
-        return TensorDict(leaves, self._batch_size, device=rollout.device)
+        made = TensorDict(leaves, self._batch_size, device=rollout.device)
+        return keep_nested_sizes(made, rollout) if self._layout is None else made
 
     def _tensor(self, frames: Tensor, padding: int) -> Tensor:
         device = frames.device

@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from swath.delivery.split import group_frames, split_trajectories
+from swath.delivery.split import group_frames, keep_nested_sizes, split_trajectories
 from swath.errors import UsageError
 from swath.rollout.keys import MASK, NEXT_DONE, TRAJ_IDS
 
@@ -134,9 +134,10 @@ class TrajectoryAssembler:
 
     def _read(self, rows: Tensor) -> TensorDict:
         """Return a copy of the frames in these rows."""
-        return self._frames.apply(
+        copy = self._frames.apply(
             lambda leaf: leaf.index_select(0, rows), batch_size=[len(rows)], names=["time"]
         )
+        return keep_nested_sizes(copy, self._frames)
 
     def pop(self) -> TensorDict | None:
         """Return the next batch, or None while fewer than `num_trajectories` are complete."""
@@ -199,7 +200,8 @@ def _by_time(rollout: TensorDictBase) -> TensorDict:
             )
         leaves[key] = leaf.movedim(dims - 1, 0).flatten(0, dims - 1)
     mask = leaves.pop(MASK, None)
-    frames = TensorDict(leaves, [rollout.batch_size.numel()], device=rollout.device)
+    made = TensorDict(leaves, [rollout.batch_size.numel()], device=rollout.device)
+    frames = keep_nested_sizes(made, rollout)
     return frames if mask is None else frames[mask.flatten()]
 
 
