@@ -92,6 +92,31 @@ def test_what_a_transform_writes_below_next_alone_is_in_the_batch(batch_size):
                 assert ours["next", "delta"][key].batch_size == changes[key].batch_size
 
 
+DELIVERED = {
+    "split": {"split_trajs": True},
+    "padded": {"trajs_per_batch": 3},
+    "one after the other": {"trajs_per_batch": 3, "traj_format": "cat"},
+    "compact": {"compact_obs": True},
+    "batch first": {"memory_order": "batch"},
+}
+
+
+@pytest.mark.parametrize("form", DELIVERED)
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+def test_groups_keep_the_batch_dimensions_of_their_agents(kind, form):
+    """As `batch["cars"].batch_size` has them with TorchRL, however frames are delivered."""
+
+    def make():
+        return kit.Teams((2,))
+
+    envs = make() if kind is Collector else [make] * 2
+    with kind(envs, kit.teams_policy(), frames_per_batch=40, **DELIVERED[form]) as collector:
+        for batch in (collector.next(), collector.next()):
+            for name, agents in kit.GROUPS.items():
+                for key in (name, ("next", name)):
+                    assert batch.get(key).batch_size == (*batch.batch_size, agents)
+
+
 def test_where_no_flag_is_at_the_root_it_says_whether_any_part_ended():
     with Collector(kit.Teams((2,), at_root=False), kit.teams_policy(), frames_per_batch=60) as c:
         batch = c.next()
