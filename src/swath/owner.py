@@ -77,8 +77,8 @@ class Owner:
             raise UsageError(
                 f"{call} of this {self._what} was called in thread "
                 f"{_name_of(threading.get_ident())} while thread {_name_of(self._inside)} is using "
-                "it: only one thread at a time may use it. Make one for each thread, or hold a lock "
-                "around the calls."
+                "it: only one thread at a time may use it. Make one for each thread, or hold a "
+                "lock around the calls."
             )
         self._inside = threading.get_ident()
 

@@ -408,5 +408,5 @@ def test_a_rollout_that_differs_is_refused_and_changes_nothing():
 def test_values_that_are_no_tensors_are_refused_by_name():
     rollout = Stream(0).rollout(4)
     rollout["text"] = NonTensorData("walk", batch_size=(3, 4))
-    with pytest.raises(UsageError, match="'text' is no tensor"):
+    with pytest.raises(UsageError, match="'text' is not a tensor"):
         TrajectoryAssembler(1, "cat").push(rollout)
