@@ -3,15 +3,22 @@
     python scripts/option_pairs.py                         # writes docs/reference/option-pairs.md
     python scripts/option_pairs.py MultiSyncCollector      # this section only; the others stay
 
-Each pair collects a few batches, which `tests/kits/model_kit.py` checks row by row.
+Each pair collects a few batches, which `tests/kits/model_kit.py` checks row by row. The collectors
+of a cluster, which are tried on request, share one world of ranks or one Ray cluster.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
+import os
 import re
+import socket
+import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +36,7 @@ __all__ = ["LOCAL", "TABLE", "VALUES", "case_of", "options_of", "outcome", "pair
 
 TABLE = ROOT / "docs" / "reference" / "option-pairs.md"
 LOCAL = ("Collector", "MultiSyncCollector", "MultiAsyncCollector", "AsyncCollector")
-CLUSTER = ("DistributedCollector", "RayCollector")
+CLUSTER = ("DistributedCollector", "RPCCollector", "RayCollector")
 VALUES: dict[str, Any] = {
     "frames_per_batch": 10,
     "total_frames": 40,
@@ -99,9 +106,18 @@ _COMPANIONS = {
     "traj_format": {"trajs_per_batch": 2},
     "num_workers_per_collector": {"collector_class": "sync"},
 }
+_OF_BATCHES_OF_ALL = {"cat_results": {"sync": True}, "collect_ahead": {"sync": True}}
+_IN_A_WORLD = {**_OF_BATCHES_OF_ALL, "on_worker_failure": {"launcher": "mp"}}
+_COMPANIONS_OF = {
+    "DistributedCollector": _IN_A_WORLD,  # whose ranks cannot be started again
+    "RPCCollector": _IN_A_WORLD,
+    "RayCollector": _OF_BATCHES_OF_ALL,
+}
 """Without which an option is refused whatever stands beside it."""
 _SLOW_IN_WORKERS = ("compile_policy",)
 """Tried alone in collectors with workers: each worker would import torch's compiler."""
+_SLOW_TO_START = ("RayCollector",)
+"""Of these, pairs are tried of the options that process collectors do not have."""
 
 
 def options_of(owner: str) -> list[str]:
@@ -119,6 +135,15 @@ def options_of(owner: str) -> list[str]:
 def pairs_of(owner: str) -> list[tuple[str, ...]]:
     """Return each option of a collector alone, and each pair of two."""
     names = options_of(owner)
+    if owner in CLUSTER:  # the other pairs are those of the process collectors
+        local = {name for one in LOCAL for name in options_of(one)}
+        tried = [name for name in names if name not in _SLOW_IN_WORKERS]
+        pairs = itertools.combinations(tried, 2)
+        most = 0 if owner in _SLOW_TO_START else 1
+        return [
+            *((name,) for name in tried),
+            *(pair for pair in pairs if len(local.intersection(pair)) <= most),
+        ]
     others = [name for name in names if owner == "Collector" or name not in _SLOW_IN_WORKERS]
     return [*((name,) for name in names), *itertools.combinations(others, 2)]
 
@@ -128,15 +153,70 @@ def case_of(owner: str, names: tuple[str, ...]) -> cases_kit.Case:
     kind, counts = ("list", [2]) if owner in ("Collector", "AsyncCollector") else ("maker", [1, 1])
     envs = {"kind": kind, "counts": counts, "form": "numbers", "action": "discrete", "longest": 5}
     options: dict[str, Any] = {"frames_per_batch": 12}
-    if owner == "DistributedCollector":
-        options["launcher"] = "mp"
+    companions = {**_COMPANIONS, **_COMPANIONS_OF.get(owner, {})}
     for name in names:
-        options.update({**_COMPANIONS.get(name, {}), **options, name: VALUES[name]})
+        options.update({**companions.get(name, {}), **options, name: VALUES[name]})
     if "collector_kwargs" in options and "frames_per_batch" not in names:
         del options["frames_per_batch"]
     ops = [("next", 3), ("publish", "own", None, False), ("next", 2), ("partial",)]
     policy = "tensordict" if "trust_policy" in names else "module"
     return cases_kit.Case(owner, envs, policy, options, ops)
+
+
+@contextlib.contextmanager
+def cluster_of(owner: str) -> Iterator[None]:
+    """Have what the collectors of a cluster work with; the same for all of them."""
+    if owner == "RayCollector":
+        import ray_kit
+
+        was_there = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+        ray_kit.cluster()
+        try:
+            yield
+        finally:
+            if not was_there:
+                ray_kit.leave()
+    elif owner in CLUSTER:
+        with _world():
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _world(ranks: int = 5) -> Iterator[None]:
+    """Be rank 0 of a world, as torchrun makes one."""
+    from swath.workers import worlds
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    said = {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "MASTER_PORT": f"{port}"}
+    said |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    serve = "import fuzz_kit; from swath.workers.worlds import find_world; find_world().serve()"
+    before = dict(os.environ)
+    os.environ.update({**said, "RANK": "0"})
+    worlds._find.cache_clear()
+    others = []
+    try:
+        world = worlds.find_world()
+        assert world is not None
+        for rank in range(1, ranks):
+            there = {**before, **said, **paths, "RANK": f"{rank}"}
+            others.append(subprocess.Popen([sys.executable, "-c", serve], env=there))
+        yield
+        atexit.unregister(world._end)
+        world._end()
+        for other in others:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                other.wait(30)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        os.environ.clear()
+        os.environ.update(before)
+        worlds._find.cache_clear()
 
 
 def outcome(owner: str, names: tuple[str, ...]) -> str:
@@ -155,7 +235,7 @@ def outcome(owner: str, names: tuple[str, ...]) -> str:
 
 def _plain(sentence: str) -> str:
     """Return a sentence without what it says of this case alone."""
-    sentence = re.sub(r" \[worker \d+\]$", "", sentence.replace("|", "/"))
+    sentence = re.sub(r" \[worker \d+\]( \(.*\))?$", "", sentence.replace("|", "/"))
     return re.sub(r"\S+:\d+", "an address", sentence)
 
 
@@ -190,8 +270,14 @@ def section(owner: str, found: dict[tuple[str, ...], str]) -> str:
         lines += ["| option | beside | is refused |", "|---|---|---|", *_grouped(apart), ""]
     known = Counter(found.values())["known"]
     lines += [f"{works} of {len(pairs)} pairs work; the others are refused as said above."]
+    if owner in CLUSTER:
+        tried = "both are" if owner in _SLOW_TO_START else "one is"
+        lines += [
+            f"These are the pairs of which {tried} not an option of `MultiSyncCollector` or "
+            "`MultiAsyncCollector`, whose sections have the others."
+        ]
     slow = [f"`{name}`" for name in _SLOW_IN_WORKERS if (name,) in found]
-    if slow and owner != "Collector":
+    if slow and owner in LOCAL[1:]:
         lines += [f"{', '.join(slow)} was tried alone."]
     lines += [f"{known} were not tried: they show faults that are known."] if known else []
     return "\n".join(lines) + "\n"
@@ -236,10 +322,11 @@ def main(owners: list[str]) -> None:
     """Try all pairs of these collectors, and write what was found."""
     for owner in owners or LOCAL:
         found = {}
-        for names in pairs_of(owner):
-            found[names] = outcome(owner, names)
-            if found[names].startswith("FAULT"):
-                sys.stderr.write(f"{owner} {' and '.join(names)}: {found[names]}\n")
+        with cluster_of(owner):
+            for names in pairs_of(owner):
+                found[names] = outcome(owner, names)
+                if found[names].startswith("FAULT"):
+                    sys.stderr.write(f"{owner} {' and '.join(names)}: {found[names]}\n")
         known = sections(TABLE.read_text()) if TABLE.exists() else {}
         known[owner] = section(owner, found)
         ordered = [known[one] for one in (*LOCAL, *CLUSTER) if one in known]

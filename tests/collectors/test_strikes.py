@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import signal
 import sys
+import types
 
 import pytest
 from strike_kit import Strikes, check_cut_transitions
 
 import swath
-from swath.collectors import Collector
+from swath.collectors import Collector, MultiSyncCollector
 from swath.envs import SerialEnv
 from swath.testing import CountingEnv
 
@@ -81,3 +82,32 @@ def test_ctrl_c_anywhere_once_or_twice_leaves_every_row_a_transition(name, optio
             one.call(one.collector.next, [middle + first % 40])
     assert one.check() > 20
     assert first > 40
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+@pytest.mark.parametrize("buffered", [False, True], ids=["delivered", "written"])
+def test_ctrl_c_on_the_way_of_a_batch_neither_doubles_nor_loses_it(kind, buffered):
+    written = []
+    buffer = types.SimpleNamespace(extend=lambda batch: written.append(batch.clone()))
+    options = {"replay_buffer": buffer} if buffered else {}
+    with kind([CountingEnv] * 2, frames_per_batch=2, seed=0, **options) as collector:
+        with Strikes(in_collectors) as all_places:
+            written.append(collector.next())
+        for place in range(1, all_places.places + 20):
+            with contextlib.suppress(KeyboardInterrupt):
+                with Strikes(in_collectors, [place]):
+                    batch = collector.next()
+                written.append(batch)
+            sys.setprofile(None)
+        for _ in range(2):  # what was on its way
+            written.append(collector.next())
+        frames = collector.stats()["frames"]
+        left = collector.partial()
+    batches = [batch for batch in (*written, left) if batch is not None]
+    assert check_cut_transitions(batches) == frames
+
+
+def in_collectors(path):
+    """Tell whether a file is one of collectors, or of what they write to."""
+    return path.startswith(f"{swath.__path__[0]}/collectors")

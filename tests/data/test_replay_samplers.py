@@ -469,7 +469,7 @@ def test_slices_do_not_jump_over_frames_that_went_elsewhere(gone: str) -> None:
         if gone == "rollout":
             assert collector.rollout() is not None
         else:
-            collector._raw, kept = collector._rollout(), collector  # as Ctrl-C leaves it
+            collector._way.raw, kept = collector._rollout(), collector  # as Ctrl-C leaves it
             assert kept.partial() is not None
         collector.next()
     check_transitions(buffer.sample())

@@ -62,3 +62,13 @@ def test_pairs_of_options_of_collectors_with_workers_do_what_the_page_says(owner
     # A sample that is always the same, and with SWATH_FUZZ_SECONDS another one each time.
     seconds = explore_kit.SECONDS
     assert not differing(owner, seconds or 2, int(time.time()) if seconds else 0)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("owner", option_pairs.CLUSTER)
+def test_pairs_of_options_of_collectors_over_machines_do_what_the_page_says(owner, request):
+    if owner == "RayCollector":
+        request.getfixturevalue("cluster")
+    seconds = explore_kit.SECONDS
+    with option_pairs.cluster_of(owner):
+        assert not differing(owner, seconds or 5, int(time.time()) if seconds else 0)

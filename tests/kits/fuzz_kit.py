@@ -227,7 +227,7 @@ def promises_of(case: Case) -> Promises:
         action=envs["action"],
         longest=(get("create_env_kwargs") or envs)["longest"],
         policy=case.policy,
-        num_envs=sum(case.counts),
+        num_envs=sum(case.counts) * (get("num_workers_per_collector") or 1),
         limit=min(limits, default=None),
         inline=case.inline,
         seed=get("seed"),

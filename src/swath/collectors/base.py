@@ -52,6 +52,21 @@ STORED: Any = object()
 """Stands for a rollout that a worker has written to the replay buffer itself."""
 
 
+class _Way:
+    """Where a batch is on its way to the user.
+
+    Its attributes are set without a call, so Ctrl-C comes before an assignment of several of them
+    or behind it. That is not so of a collector's, whose `__setattr__` is a function of Python.
+    """
+
+    __slots__ = ("batches", "made", "raw")
+
+    def __init__(self) -> None:
+        self.raw: Any = None  # what was collected, counted, and not finished yet
+        self.made: tuple[Any] | None = None  # what was finished and not delivered yet
+        self.batches = 0  # how many were delivered
+
+
 class BaseCollector(IterableDataset[Any], abc.ABC):
     """Base class of all collectors, to be used with `isinstance`.
 
@@ -75,7 +90,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     def __init__(self, options: Options) -> None:
         register(BaseCollector)
-        self._frames = self._batches = 0
+        self._frames = 0
         self._closed = False
         self._begun: tuple[float, int] | None = None  # when the first rollout did, at what frame
         self._pre_collect_hook = options.pre_collect_hook
@@ -86,8 +101,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         self._feeder = uuid.uuid4().hex  # its name among those who fill the replay buffer
         self._shield, self._owner = Shield(), Owner(type(self).__name__)
         self._learner: Learner | None = None
-        self._raw: Any = None  # what was collected, counted, and not finished yet
-        self._made: tuple[Any] | None = None  # what was finished and not delivered yet
+        self._way = _Way()
         self.options = options
 
     if not TYPE_CHECKING:  # a misspelt name is an error all the same
@@ -145,18 +159,19 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         """
         self._check_open()
         with self._shield, self.pause(), self._owner.turn("rollout()", outermost=True):
-            if self._raw is None or self._assembler is not None:
+            if self._way.raw is None or self._assembler is not None:
                 rollout: Any = self._rollout()
             else:  # a call before this one was interrupted
-                rollout, self._raw = self._raw, None
+                rollout, self._way.raw = self._way.raw, None
             rollout = _joined(rollout)
             self._output.stream.cut()
             if self._assembler is None:
-                self._raw = rollout
+                self._way.raw = rollout
             elif rollout is not None:
                 self._assembler.tear(rollout)
         if self._assembler is None:
-            rollout, self._raw = self._raw, None  # no call: Ctrl-C comes before this or after it
+            way = self._way
+            rollout, way.raw = way.raw, None  # no call: Ctrl-C comes before this or after it
         return rollout
 
     def _close_bar(self) -> None:
@@ -171,32 +186,34 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
                 "this collector is collecting in the background, so draw batches from the "
                 "replay buffer. async_shutdown() stops it."
             )
+        way = self._way
         while True:
-            if self._made is None:
+            if way.made is None:
                 with self._shield, self._owner.turn("next()", outermost=True):
-                    if self._made is None and not self._make():
+                    if way.made is None and not self._make():
                         return None
-            answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
+            answer, way.made = way.made, None  # no call: Ctrl-C comes before this or after it
             if answer is not None:  # another thread came in between and has it
                 return answer
 
     def _make(self) -> bool:
         """Produce the next batch, if there is one.
 
-        It is always in exactly one of `_raw` and `_made`, so an interrupt loses nothing.
+        It is always in exactly one of `raw` and `made`, so an interrupt loses nothing.
         """
         if self._publishes_now():
             self.update_policy_weights_()
         if self.policy_version == 0:
             self._check_learner()
-        if self._raw is None:
+        way = self._way
+        if way.raw is None:
             collect = self._rollout if self._assembler is None else self._whole_trajectories
-            self._raw = collect()
-        if self._raw is None:
+            way.raw = collect()
+        if way.raw is None:
             return False
         with self._shield.lifted():  # what is interrupted there is done again
-            batch = None if self._raw is STORED else self._finished(self._raw)
-            self._made, self._raw, self._batches = (batch,), None, self._batches + 1
+            batch = None if way.raw is STORED else self._finished(way.raw)
+            way.made, way.raw, way.batches = (batch,), None, way.batches + 1
         if self._bar is not None:
             self._bar.update(self.stats, done=self._frames_left() <= 0)
         return True
@@ -212,8 +229,10 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         if self.options.replay_buffer is None:
             return batch
 
+        way = self._way
+
         def count() -> None:
-            self._made, self._raw, self._batches = (None,), None, self._batches + 1
+            way.made, way.raw, way.batches = (None,), None, way.batches + 1
 
         self._output.write(batch, count)
         return None
@@ -233,7 +252,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     def _publishes_now(self) -> bool:
         """Tell whether weights are to be published before the next batch."""
         interval = self.options.publishes_every or self._publishes_every()
-        return 0 < interval and self._batches > 0 and self._batches % interval == 0
+        return 0 < interval and self._way.batches > 0 and self._way.batches % interval == 0
 
     def _publishes_every(self) -> int:
         """Return after how many batches weights are published if nothing is said of it."""
@@ -460,12 +479,14 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             left = self._left_over()
             if left is not None:
                 self._output.stream.cut()
-            self._made = None if left is None else (left,)
-        answer, self._made = self._made, None  # no call: Ctrl-C comes before this or after it
+            self._way.made = None if left is None else (left,)
+        way = self._way
+        answer, way.made = way.made, None  # no call: Ctrl-C comes before this or after it
         return None if answer is None else answer[0]
 
     def _left_over(self) -> TensorDictBase | None:
-        kept, self._raw, self._made = self._made or (self._raw,), None, None
+        way = self._way
+        kept, way.raw, way.made = way.made or (way.raw,), None, None
         if kept[0] is not None:
             return _joined(kept[0])
         if self._assembler is None:
@@ -557,7 +578,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         options, total = self.options, self.options.total_frames
         stats = {
             "frames": self._frames,
-            "batches": self._batches,
+            "batches": self._way.batches,
             "total_frames": None if total == -1 else total,
             "requested_frames_per_batch": options.frames_per_batch,
             "completed": self._frames_left() <= 0,
@@ -632,18 +653,18 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         return self._whole_state()
 
     def _whole_state(self) -> dict[str, Any]:
-        module = self._module()
+        module, way = self._module(), self._way
         inner = {
             "source": self._source_state(),
             "assembler": None if self._assembler is None else self._assembler_state(),
-            "kept": (_own(self._raw), self._made and (_own(self._made[0]),)),
+            "kept": (_own(way.raw), way.made and (_own(way.made[0]),)),
         }
         blob = packed(inner)
         state: dict[str, Any] = {
             "format": FORMAT,
             "setup": self._whole_setup(),
             "frames": self._frames,
-            "batches": self._batches,
+            "batches": self._way.batches,
             "stream": self._output.stream.last,
             "collector": blob,
             "checksum": checksum(blob),
@@ -674,8 +695,8 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             self._load_policy(state["policy"])
         if self._assembler is not None:
             self._assembler.load_state_dict(inner["assembler"])
-        self._raw, self._made = inner["kept"]
-        self._frames, self._batches = state["frames"], state["batches"]
+        self._way.raw, self._way.made = inner["kept"]
+        self._frames, self._way.batches = state["frames"], state["batches"]
         self._output.stream, self._begun = Stream(state.get("stream")), None
         self._learner = None  # the weights have changed, and those who act have them
 

@@ -96,7 +96,8 @@ class MultiCollector(CrewedCollector):
             self._settle()  # or workers that are ahead would write on
             stored = [frames for batch, frames in self._held if batch is STORED]
             self._held = deque(one for one in self._held if one[0] is not STORED)
-            self._frames, self._batches = self._frames + sum(stored), self._batches + len(stored)
+            self._frames += sum(stored)
+            self._way.batches += len(stored)
 
     def _fetch_held(self) -> None:
         assert self._assembler is not None
