@@ -360,7 +360,9 @@ def test_an_info_that_is_no_number_is_refused_or_an_error():
 )
 def test_an_info_that_never_comes_is_told_of_once(make):
     with Collector(make(["stepp", "step"]), frames_per_batch=40, seed=SEED) as collector:
-        with pytest.warns(UserWarning, match="no info had 'stepp' until") as told:
+        with pytest.warns(
+            UserWarning, match="info_keys names 'stepp', but no info had it until"
+        ) as told:
             batch = collector.next()
         assert len(told) == 1
         collector.next()  # a warning would be an error here
