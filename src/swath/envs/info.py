@@ -83,9 +83,9 @@ def with_nested(info: Mapping[Any, Any], names: Iterable[InfoName]) -> Mapping[A
 def first_present(infos: Mapping[str, Any], names: Iterable[InfoName]) -> dict[Any, Any]:
     """Return these entries of a vector env's infos, each of the first env that has it."""
     info: dict[Any, Any] = {}
-    infos = with_nested(infos, names)
+    found = with_nested(infos, names)
     for name in names:
-        values, there = infos.get(name), infos.get(f"_{name}")
+        values, there = found.get(name), found.get(f"_{name}")
         if values is not None and (there is None or np.any(there)):
             first = 0 if there is None else int(np.argmax(there))
             info[name] = values if isinstance(values, Mapping) else values[first]
