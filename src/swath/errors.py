@@ -31,11 +31,11 @@ __all__ = [
 
 
 class SwathError(Exception):
-    """Base of all errors that swath raises on purpose."""
+    """Base class of all errors that swath raises on purpose."""
 
 
 class UsageError(SwathError, ValueError):
-    """A wrong argument, or a call that makes no sense here; the message says what to do."""
+    """An argument is wrong, or a call is not possible now; the message says what to do."""
 
 
 class ClosedError(UsageError):
@@ -43,7 +43,7 @@ class ClosedError(UsageError):
 
 
 class DamagedFileError(UsageError):
-    """A file of a dataset or a buffer is not as it was written: missing, cut short or changed.
+    """A file of a dataset or a buffer is missing, shortened or changed.
 
     The message names the file, what was expected and what was found. Nothing was changed on disk.
     """
@@ -68,11 +68,11 @@ class _LocatedError(SwathError, RuntimeError):
 
 
 class EnvError(_LocatedError):
-    """An env raised, or returned something that it had not declared; see `__cause__`."""
+    """An env raised an exception, or returned something that its spaces do not declare."""
 
 
 class PolicyError(_LocatedError):
-    """A policy raised, or returned something that the env cannot use; see `__cause__`."""
+    """A policy raised an exception, or returned something that the env cannot use."""
 
 
 class WorkerError(_LocatedError):

@@ -189,7 +189,7 @@ def test_reserved_keys_and_missing_sizes_are_refused() -> None:
         buffer.extend(TensorDict({"index": torch.zeros(2)}, [2]))
     with pytest.raises(UsageError, match="batch_size=None"):
         buffer.sample()
-    with pytest.raises(UsageError, match="batch_size=None"):
+    with pytest.raises(UsageError, match="has no batch_size"):
         next(iter(buffer))
     with pytest.raises(UsageError, match="no writer is registered"):
         buffer.sample(3)

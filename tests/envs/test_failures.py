@@ -184,12 +184,15 @@ WRONG_STEPS = {
     "ragged": (lambda o, *rest: ([[1, 2], 3], *rest), r"has no array for 'observation'"),
     "four values": (
         lambda *answer: answer[:4],
-        r"gave no \(observation, reward, .*ValueError: not",
+        r"did not return \(observation, reward, .*ValueError: not",
     ),
-    "nothing": (lambda *answer: None, r"gave no \(observation, reward, .*TypeError: cannot unpack"),
+    "nothing": (
+        lambda *answer: None,
+        r"did not return \(observation, reward, .*TypeError: cannot unpack",
+    ),
     "no reward": (
         lambda o, r, *rest: (o, "good", *rest),
-        r"gave 'good' as reward; a number was expected",
+        r"returned 'good' as reward; a number was expected",
     ),
 }
 
@@ -224,13 +227,13 @@ def test_what_reset_returns_is_checked_at_every_reset(spoil, message, after):
 
 
 OUTCOMES = {
-    "reward None": (1, None, r"step\(\) gave None as reward; a number was expected"),
-    "reward in text": (1, "1", r"gave '1' as reward"),
-    "reward list": (1, [1.0, 2.0], r"gave \[1.0, 2.0\] as reward"),
-    "terminated None": (2, None, r"gave None as terminated; a bool was expected"),
-    "terminated in text": (2, "yes", r"gave 'yes' as terminated"),
-    "truncated None": (3, None, r"gave None as truncated"),
-    "truncated NaN": (3, float("nan"), r"gave nan as truncated"),
+    "reward None": (1, None, r"step\(\) returned None as reward; a number was expected"),
+    "reward in text": (1, "1", r"returned '1' as reward"),
+    "reward list": (1, [1.0, 2.0], r"returned \[1.0, 2.0\] as reward"),
+    "terminated None": (2, None, r"returned None as terminated; a bool was expected"),
+    "terminated in text": (2, "yes", r"returned 'yes' as terminated"),
+    "truncated None": (3, None, r"returned None as truncated"),
+    "truncated NaN": (3, float("nan"), r"returned nan as truncated"),
 }
 
 
@@ -264,7 +267,7 @@ def test_an_outcome_of_a_vector_env_that_is_none_is_refused(place):
     name = ("reward", "terminated", "truncated")[place - 1]
     with (
         Collector(Spoilt([CountingEnv] * 2), frames_per_batch=20) as collector,
-        pytest.raises(EnvError, match=rf"gave array\(\[None, .* as {name}.*step 0"),
+        pytest.raises(EnvError, match=rf"returned array\(\[None, .* as {name}.*step 0"),
     ):
         collector.next()
 
@@ -360,7 +363,9 @@ def test_an_info_that_is_no_number_is_refused_or_an_error():
 )
 def test_an_info_that_never_comes_is_told_of_once(make):
     with Collector(make(["stepp", "step"]), frames_per_batch=40, seed=SEED) as collector:
-        with pytest.warns(UserWarning, match="no info had 'stepp' until") as told:
+        with pytest.warns(
+            UserWarning, match="info_keys names 'stepp', but no info had it until"
+        ) as told:
             batch = collector.next()
         assert len(told) == 1
         collector.next()  # a warning would be an error here

@@ -14,6 +14,7 @@ from swath.seeding import env_seed
 from swath.testing import CountingEnv, CrashingEnv, check_replay, check_transitions
 
 SEED = 17
+R = spaces.Box(-np.inf, np.inf, (), np.float64)
 SAME_STEP = AutoresetMode.SAME_STEP
 
 
@@ -253,7 +254,7 @@ def test_a_first_reset_that_fails_while_infos_are_learnt_keeps_its_cause(make):
 INFOS = {"step": spaces.Box(0, 99, (), np.int32), "none": spaces.Discrete(5)}
 
 
-@pytest.mark.filterwarnings("ignore:no info had")  # one of them never comes
+@pytest.mark.filterwarnings("ignore:info_keys names")  # one of them never comes
 @pytest.mark.parametrize("keys", [["step", "none"], INFOS], ids=["names", "spaces"])
 @pytest.mark.parametrize(
     "make",
@@ -280,6 +281,39 @@ def test_infos_are_stored_below_next(opened, make, keys):
         assert info["none"].isnan().all()
     td = env.rand_step(env.reset())
     assert td["next", "info", "step"].shape == env.batch_size
+
+
+def _recorded():
+    return gym.wrappers.RecordEpisodeStatistics(CountingEnv())
+
+
+@pytest.mark.parametrize("keys", [[("episode", "r"), "step"], {("episode", "r"): R}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda keys: GymEnv(_recorded(), info_keys=keys),
+        lambda keys: SerialEnv(2, _recorded, info_keys=keys),
+        lambda keys: GymEnv(SyncVectorEnv([_recorded] * 2), info_keys=keys),
+        lambda keys: GymEnv(
+            SyncVectorEnv([_recorded] * 2, autoreset_mode=SAME_STEP), info_keys=keys
+        ),
+    ],
+    ids=["one", "serial", "vector", "same step"],
+)
+def test_a_tuple_of_names_leads_into_infos_that_hold_dicts(opened, make, keys):
+    batch = opened(make(keys)).rollout(60, break_when_any_done=False, seed=SEED)
+    ends = 0
+    for row in batch if batch.ndim > 1 else [batch]:
+        total = 0.0
+        for frame in row:
+            total += frame["next", "reward"].item()
+            found = frame["next", "info", "episode", "r"].item()
+            if frame["next", "done"]:
+                assert found == pytest.approx(total)
+                ends, total = ends + 1, 0.0
+            else:
+                assert np.isnan(found)
+    assert ends
 
 
 def test_asking_for_infos_costs_no_episode(opened):

@@ -219,7 +219,7 @@ class Telling(CountingEnv):
 INFOS = ["step", "pair", "listed", "even", "missing", "stamp"]
 
 
-@pytest.mark.filterwarnings("ignore:no info had")  # one of them never comes
+@pytest.mark.filterwarnings("ignore:info_keys names")  # one of them never comes
 @all_modes
 @pytest.mark.parametrize("kind", [SyncVectorEnv, forked], ids=["sync", "async"])
 def test_infos_are_those_of_the_step_in_any_mode(kind, mode):

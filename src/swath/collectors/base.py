@@ -152,10 +152,10 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
         return None if answer is None else answer[0]
 
     def rollout(self) -> TensorDict | None:
-        """Return one rollout as it was collected: neither split nor processed, but counted.
+        """Return one rollout as it was collected, neither split nor processed; its frames count.
 
-        With `trajs_per_batch`, trajectories that it has frames of are not delivered as whole ones;
-        `partial()` returns the rest of them.
+        With `trajs_per_batch`, trajectories with frames in this rollout are not delivered as whole
+        ones; `partial()` returns the rest of them.
         """
         self._check_open()
         with self._shield, self.pause(), self._owner.turn("rollout()", outermost=True):
@@ -331,7 +331,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """What is called before each rollout, in your process; it can be set at any time."""
+        """The function called before each rollout, in your process; it can be set at any time."""
         return self._pre_collect_hook
 
     @pre_collect_hook.setter
@@ -342,7 +342,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
-        """What is called with each batch, in your process; it can be set at any time."""
+        """The function called with each batch, in your process; it can be set at any time."""
         return self._output.hook
 
     @post_collect_hook.setter
@@ -363,7 +363,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     def start(self) -> None:
         """Collect into the replay buffer in the background, until `total_frames` or the end.
 
-        A failure there is raised by the next call of the collector, or of a buffer of swath.
+        If that fails, the next call of the collector or of swath's buffer raises the error.
         """
         self._check_open()
         buffer = self.options.replay_buffer
@@ -469,7 +469,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     # -- life -----------------------------------------------------------------------------------
 
     def partial(self) -> TensorDictBase | None:
-        """Return frames that were collected but not delivered, once; None if there are none.
+        """Return the frames that were collected but not delivered; None if there are none.
 
         After an exception these are the complete steps of the rollout that failed; with
         `trajs_per_batch` the trajectories that were waiting come first.
@@ -507,7 +507,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
         Args:
             timeout: Seconds to wait; workers that have not ended by then are killed. None means 5.
-            close_env: False leaves envs open that live in this process.
+            close_env: False leaves the envs of this process open.
         """
         self._check_keeps_envs(close_env)
         timeout = 5.0 if timeout is None else timeout
@@ -570,7 +570,7 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     @called_as_in_torchrl
     def stats(self) -> dict[str, Any]:
-        """Return counts, speed, where the time goes, episode statistics and what was lost.
+        """Return counts, speed, shares of the time, episode statistics and what was lost.
 
         All values are plain numbers, texts, lists and dicts. The page "Statistics" of the reference
         describes the keys.
@@ -598,10 +598,9 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     def take_episodes(self) -> dict[str, list[Any]]:
         """Return the episodes that ended since the last call: `"return"` and `"length"` of each.
 
-        They are in the order in which they ended, those of several workers in the order in which
-        the workers reported them. The newest 10,000 are kept until this is called. A return is the
-        sum of the rewards in the batch, which are scaled if an env scales them
-        (`NormalizeReward`).
+        They are in the order in which they ended; with workers, in the order in which the workers
+        reported them. The newest 10,000 are kept until this is called. A return is the sum of the
+        rewards in the batch, which are scaled if an env scales them (`NormalizeReward`).
 
         Examples:
             >>> from swath.collectors import Collector
@@ -682,8 +681,8 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, bit for bit where the envs could be pickled.
 
-        Everything that was collected and not delivered is replaced by what the state has. A state
-        of another set-up (envs, keys, policy, workers, whole trajectories or not) is refused before
+        Frames that were collected but not delivered are replaced by those of the state. A state of
+        another set-up (envs, keys, policy, workers, whole trajectories or not) is refused before
         anything is changed or unpickled. Load only states that you trust: their envs are pickled.
         """
         self._check_open()

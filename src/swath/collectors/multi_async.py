@@ -44,8 +44,8 @@ class _Order:
 class MultiAsyncCollector(MultiCollector):
     """Collect with several processes; each batch is a rollout of the one that is done first.
 
-    Workers go on collecting while you train. They take new weights between any two steps, so one
-    batch may hold frames of several versions: `("collector", "policy_version")` has the version of
+    Workers go on collecting while you train. They take new weights between any two steps, so a
+    batch may have frames of several versions: `("collector", "policy_version")` has the version of
     each frame, and `("collector", "worker")` the worker that collected it. Nothing is dropped: a
     worker that is two rollouts ahead waits.
 

@@ -113,7 +113,7 @@ class Options:
     reset_at_each_iter: bool = _option(False, Flag())
     """Start each batch with new episodes; those that were still running are marked truncated."""
     reset_when_done: bool = _option(True, Flag())
-    """If False, an env plays one episode and then rests; its later rows are masked."""
+    """If False, each env plays one episode and then stops; its later rows are masked."""
     split_trajs: bool = _option(False, Flag())
     """Split each batch into trajectories: `[trajectories, T_max]`, padded with zeros, with
     `("collector", "mask")`."""
@@ -134,18 +134,18 @@ class Options:
     """Order in memory: "time" stores `[T, N]`, so that a step is contiguous; "batch" stores `[N,
     T]`."""
     postproc: Callable[[Any], Any] | None = _option(None, Function())
-    """Called with each batch; what it returns is delivered."""
+    """A function that is called with each batch; the batch that it returns is delivered."""
     pre_collect_hook: Callable[[], Any] | None = _option(None, Function())
-    """Called without arguments before each rollout, in your process."""
+    """A function without arguments that is called before each rollout, in your process."""
     post_collect_hook: Callable[[Any], Any] | None = _option(None, Function())
-    """Called with each batch before it is delivered, in your process; what it returns is
-    ignored."""
+    """A function that is called with each batch before it is delivered, in your process; its result
+    is ignored."""
     replay_buffer: Any = _option(None, Sink())
     """Write batches to this buffer (any object with `extend`); iteration then yields None."""
     policy_factory: Callable[[], Any] | None = _option(None, Function(each=True))
-    """A function that makes the policy, instead of `policy`. Workers each call it."""
+    """A function that makes the policy, instead of `policy`. Each worker calls it."""
     trust_policy: bool = _option(False, Flag())
-    """Call the policy with a TensorDict, even if nothing about it says that it takes one."""
+    """Call the policy with a TensorDict, even if its signature does not say that it takes one."""
     env_groups: int = _option(1, Count(1))
     """Split the envs into this many groups that take turns: one group steps while a GPU computes
     the actions of another. Batches do not change."""
@@ -160,7 +160,7 @@ class Options:
     """Call `update_policy_weights_()` before each batch but the first."""
     device: Where | Sequence[Where] = _option(None, Device())
     """The default of `env_device`, `policy_device` and `storing_device`. A list gives each worker
-    its own device; so it does in the other three."""
+    its own device, also in the other three options."""
     env_device: Where | Sequence[Where] = _option(None, Device())
     """Device of torch-native envs. Gymnasium envs are always on the CPU."""
     policy_device: Where | Sequence[Where] = _option(None, Device())
@@ -181,8 +181,8 @@ class Options:
     """Shape of a batch of W workers: "stack" is `[W, N, T]`, 0 is `[W * N, T]`, -1 is `[N, W *
     T]`."""
     preemptive_threshold: float | None = _option(None, Real(1.0, above=False), _WORKERS)
-    """Deliver the batch once this share of the workers is done; rows that the others lack are
-    masked."""
+    """Deliver the batch once this share of the workers is done; rows that the others have not
+    filled are masked."""
     collect_ahead: bool = _option(False, Flag(), _WORKERS)
     """Collect the next batch while you train on this one. The policy then lags by one version."""
     max_lag: int | None = _option(None, Count(0, "or None"), _WORKERS)
@@ -191,7 +191,7 @@ class Options:
     num_threads: int = _option(1, Count(1), _WORKERS)
     """Number of torch threads in each worker."""
     init_fn: Callable[[], Any] | None = _option(None, Function(), _WORKERS)
-    """Called without arguments first in each worker."""
+    """A function without arguments that is called first in each worker."""
     on_worker_failure: Literal["raise", "restart"] = _option(
         "raise", Choice(("raise", "restart")), _WORKERS
     )
@@ -214,8 +214,8 @@ class Options:
     max_weight_update_interval: int | None = _option(
         None, Count(1, "or -1: never", zero=1, negative=-1), _MACHINES
     )
-    """Publish the weights after every so many batches; -1 leaves it to you, as does None but for
-    `DistributedSyncCollector`, which publishes after each."""
+    """Publish the weights after this number of batches. With -1 you publish them yourself. None
+    means -1, but `DistributedSyncCollector` then publishes after each batch."""
     launch_timeout: float | None = _option(None, Real(_LONGEST), _MACHINES)
     """Raise an error if a worker has not connected after this many seconds."""
     backend: str = _option("gloo", Whatever(), _CLUSTER)
@@ -260,9 +260,9 @@ class Options:
     remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = _option(
         None, Whatever(), _RAY
     )
-    """Ray options of the actors, for all of them or a list with one entry for each collector:
-    `num_cpus` (1 by default), `num_gpus`, `memory`, `resources` and others, except names and
-    restarts."""
+    """Ray options of the actors, as one mapping for all or a list with one mapping for each
+    collector: `num_cpus` (1 by default), `num_gpus`, `memory`, `resources` and others, except names
+        and restarts."""
     placement: Literal["pack", "spread"] = _option("pack", Choice(("pack", "spread")), _RAY)
     """Where Ray puts actors: "spread" uses different nodes as far as possible, "pack" fills nodes
     first."""

@@ -201,9 +201,9 @@ class Collector(BaseCollector):
         """Publish weights to the policy and return their version.
 
         Args:
-            policy_or_weights: A module, a state dict or a TensorDict of parameters to copy into
-                the policy. None if learner and policy are one object: then only the version
-                is increased.
+            policy_or_weights: A module, a state dict or a TensorDict of parameters to copy into the
+                policy. None if you train the policy object itself: then only the version is
+                increased.
         """
         self._check_open()
         if self._own_policy is not None:

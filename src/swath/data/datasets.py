@@ -96,7 +96,7 @@ class DatasetWriter:
 
     @property
     def load_call(self) -> str:
-        """Python code that loads the dataset."""
+        """The Python code that loads the dataset."""
         return f"swath.data.load_dataset({str(self.directory)!r})"
 
     def write(self, batch: TensorDictBase) -> None:
@@ -149,7 +149,7 @@ class DatasetWriter:
         self._let_go()
 
     def discard(self) -> None:
-        """Delete what was written, unless the writer is closed already."""
+        """Delete the frames that were written, unless the writer is closed already."""
         if not self._closed:
             self._closed = True
             self._let_go()
@@ -216,8 +216,8 @@ def load_dataset(directory: str | Path, *, verify: bool = False) -> TensorDict:
 
     Data is read when it is used. Writing into the tensors changes the files; clone first. For a
     `ReplayBuffer` on disk it returns the frames in the buffer, the oldest first; once the buffer
-    has wrapped around, they are a copy. Nothing is unpickled, and files that are missing, or not of
-    the size that they were written with, are a `DamagedFileError`.
+    has wrapped around, they are a copy. Nothing is unpickled, and files that are missing or do not
+    have the right size raise a `DamagedFileError`.
 
     Args:
         directory: Where it is.

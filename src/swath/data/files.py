@@ -132,8 +132,8 @@ def make_files(directory: Path, rows: Mapping[Key, torch.Tensor]) -> dict[Key, C
         taken = [name for name in key if name in _RESERVED]
         if taken:
             raise UsageError(
-                f"{key_name(key)} cannot be stored: a file of the name {taken[0]!r} "
-                "describes each folder. Rename the key."
+                f"{key_name(key)} cannot be stored: the name {taken[0]!r} is reserved, since "
+                "it describes a folder in the metadata. Rename the key."
             )
     columns = {}
     for key, row in rows.items():

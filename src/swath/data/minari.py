@@ -107,12 +107,12 @@ def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[T
     """Yield the episodes of a Minari dataset, each as a batch `[T]` like those of a collector.
 
     Extend a `ReplayBuffer` with them, or write them to a `DatasetWriter`. Rewards are float32; a
-    trajectory's id is the episode's. Nobody knows which policy acted, so there is no version.
+    trajectory's id is the episode's. There is no `policy_version`, since Minari does not store it.
     Minari's files are JSON and HDF5, in which nothing is pickled.
 
     Args:
         dataset: Its id, or what `minari.load_dataset` returned.
-        directory: Where to look for it; where Minari keeps its datasets by default.
+        directory: Directory in which to look for it; by default that of Minari's datasets.
     """
     minari = _import_minari()
     if isinstance(dataset, str):

@@ -127,13 +127,13 @@ class RayReplayBuffer:
     frames are an error, as in a `ReplayBuffer`.
 
     Args:
-        capacity: How many frames it holds.
+        capacity: Largest number of frames; new frames replace the oldest.
         remote_config: Ray options of the actor, such as `num_cpus` (0 by default, which leaves the
             CPUs to collectors), `memory`, `resources`.
         launch_timeout: Seconds for Ray to schedule and start the actor; None waits for ever.
         address: Address of the cluster, as for `RayCollector`.
         ray_init_config: More arguments of `ray.init`.
-        **options: Those of `ReplayBuffer`, except devices: batches come to your CPU.
+        **options: The options of `ReplayBuffer`, except devices: batches are delivered on the CPU.
 
     Example:
         ```python

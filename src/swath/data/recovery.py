@@ -16,10 +16,10 @@ __all__ = ["recover_dataset"]
 def recover_dataset(directory: str | Path) -> int:
     """Make a dataset of the frames in `DIR.partial`, whose writer was killed; return how many.
 
-    A batch that was being written may be there in part: each of its frames is whole.
+    Of the batch that was being written a part may be there, but each frame is complete.
 
     Args:
-        directory: DIR, which was to be written; `DIR.partial` will do as well.
+        directory: The directory that the writer was given, or its `DIR.partial`.
 
     Examples:
         >>> recover_dataset("data/killed")  # doctest: +SKIP

@@ -178,8 +178,9 @@ class ReplayBuffer:
     def extend(self, batch: TensorDictBase, *, writer: str = "") -> None:
         """Write the frames of a batch `[*, T]`, env by env and in order of time.
 
-        Rows that `("collector", "mask")` excludes are left out, and so is the mask. All frames are
-        written or, if this raises, none; but Ctrl-C may come when they are written, see `writes`.
+        Rows that `("collector", "mask")` excludes are left out, and so is the mask. If this
+        raises an error, no frame was written. After Ctrl-C all of them may have been written; see
+        `writes`.
 
         Args:
             batch: The frames.
@@ -312,9 +313,9 @@ class ReplayBuffer:
     def sample(self, batch_size: int | None = None) -> Any:
         """Return frames drawn by the sampler, with their numbers as `"index"`.
 
-        Frame i is the i-th that was ever written. If no writer is registered (nothing to `watch`,
-        no `samples_per_insert`, no `timeout`, not shared), too few frames are an error; otherwise
-        this waits for them.
+        Frame i is the i-th that was ever written. If there are too few frames, this waits for a
+        writer, or raises an error if no writer is registered: if no collector was started with the
+        buffer, the buffer is not shared, and neither `samples_per_insert` nor `timeout` was given.
         """
         self._check()
         size = self.batch_size if batch_size is None else batch_size
@@ -548,7 +549,7 @@ class ReplayBuffer:
         return self._ring is not None
 
     def handle(self) -> tuple[Handle, SharedMemory]:
-        """Return a handle and the memory that another process passes to `attached`."""
+        """Return a handle and the memory, which another process passes to `attached`."""
         self._check()
         ring = self._ring
         if ring is None or ring.memory is None:
@@ -585,7 +586,7 @@ class ReplayBuffer:
             self.fed = False
 
     def fail(self, error: BaseException | None) -> None:
-        """Make waiting and later calls raise this error, in all processes; None ends that."""
+        """Make waiting and later calls raise this error, in all processes; None removes it."""
         self._error, self._trace = error, getattr(error, "__traceback__", None)
         if self._ring is not None:
             parcel = b"" if error is None else pack_error(error)
@@ -594,7 +595,7 @@ class ReplayBuffer:
             self._ring.tell(OPEN if error is None else FAILED, parcel)
 
     def close(self) -> None:
-        """End the threads and all waits, here and in attached processes."""
+        """End the buffer's threads and all waiting calls, here and in attached processes."""
         if self._closed:
             return
         self._closed = True

@@ -202,8 +202,8 @@ class SliceSampler(Sampler):
     """Draw runs of consecutive frames of one trajectory, in the order of time.
 
     A batch has batch size `[slices, frames of each]` and its last dimension is called `time`, as a
-    collector's has. Frames of an env count as consecutive across the batches of
-    one writer. A slice is chosen by its last frame, all of which are equally likely.
+    collector's has. Frames of an env count as consecutive across the batches of one writer. Slices
+    are drawn by their last frames, which are all equally likely.
 
     Args:
         num_slices: Number of slices; each has `batch_size / num_slices` frames.
@@ -274,13 +274,13 @@ class PrioritizedSampler(Sampler):
     """Draw frames with a higher priority more often (Schaul et al., 2016).
 
     A frame of priority p is drawn in proportion to `(p + eps) ** alpha`; a new one has the highest
-    priority so far. Batches have `"priority_weight"`: `probability ** -beta` divided by its largest
-    in the batch. The attribute `beta` may be changed at any time.
+    priority so far. Batches have `"priority_weight"`: `probability ** -beta`, divided by the
+    largest value in the batch. The attribute `beta` may be changed at any time.
 
     Args:
         alpha: Exponent of the priorities; 0 draws all frames with equal probability.
         beta: Exponent of the importance weights; 1 corrects for the priorities in full, 0 not.
-        eps: Is added to all priorities.
+        eps: This number is added to all priorities.
     """
 
     def __init__(self, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-8) -> None:

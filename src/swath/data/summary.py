@@ -22,8 +22,8 @@ def describe(directory: str | Path) -> dict[str, Any]:
     Returns:
         `"frames"`, `"capacity"` (None unless a buffer's), `"bytes"`, `"keys"` (dtype and shape by
         name), `"about"` (where it comes from), `"trajectories"`, and of those that ended
-        `"episodes"`, `"return"` and `"length"`. A buffer whose ring has come round has lost the
-        first frames of its oldest trajectories, which then look shorter than they were.
+        `"episodes"`, `"return"` and `"length"`. A full buffer has lost the first frames of its
+        oldest trajectories, which then look shorter than they were.
     """
     found = described(directory)
     data, rows = opened(found)

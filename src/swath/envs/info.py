@@ -2,7 +2,7 @@
 
 A name alone is stored as float64 with the shape it has in the info of the first reset (a number if
 it is not there), NaN where a step has none. A name with a gymnasium space is stored in the form of
-that space, 0 where a step has none.
+that space, 0 where a step has none. A tuple of names leads into infos that hold dicts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from swath.memory import Field, Slab, torch_dtype
 from swath.rollout import CallFailed, keys
 
 __all__ = [
+    "InfoName",
     "InfoNames",
     "first_present",
     "info_fields",
     "info_writer",
     "vector_info_writer",
     "warn_unseen",
+    "with_nested",
 ]
 
-InfoNames: TypeAlias = "Sequence[str] | Mapping[str, gym.Space[Any]]"
+InfoName: TypeAlias = "str | tuple[str, ...]"
+InfoNames: TypeAlias = "Sequence[InfoName] | Mapping[InfoName, gym.Space[Any]]"
 """Which entries to store: their names, or names with the spaces that give their form."""
 
 
@@ -37,12 +40,12 @@ def info_fields(names: InfoNames, first_info: Callable[[], Mapping[str, Any]]) -
     if isinstance(names, str):
         raise UsageError(f"info_keys must be a list of names; got the string {names!r}.")
     spaces = names if isinstance(names, Mapping) else dict.fromkeys(names)
-    info = first_info() if spaces else {}
+    info = with_nested(first_info(), names) if spaces else {}
     return [_field(name, space, info.get(name)) for name, space in spaces.items()]
 
 
-def _field(name: str, space: gym.Space[Any] | None, example: Any) -> Field:
-    key = (*keys.INFO, name)
+def _field(name: InfoName, space: gym.Space[Any] | None, example: Any) -> Field:
+    key = (*keys.INFO, *(name if isinstance(name, tuple) else (name,)))
     if space is not None:
         if space.shape is None or space.dtype is None:
             raise UsageError(f"info_keys[{name!r}] must be a Box or Discrete; got {space}.")
@@ -56,20 +59,42 @@ def _field(name: str, space: gym.Space[Any] | None, example: Any) -> Field:
     return Field(key, tuple(array.shape), torch.float64)
 
 
-def first_present(infos: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return these entries of a vector env's infos, each of the first env that has it."""
-    info = {}
+def with_nested(info: Mapping[Any, Any], names: Iterable[InfoName]) -> Mapping[Any, Any]:
+    """Return the info with the entries of its dicts that tuples among the names lead to.
+
+    In the infos of a vector env, `"_name"` says which envs have an entry; so it does here.
+    """
+    found = dict(info)
     for name in names:
-        values, there = infos.get(name), infos.get(f"_{name}")
+        if isinstance(name, tuple):
+            value: Any = info
+            there = None
+            for part in name:
+                if not (isinstance(value, Mapping) and part in value):
+                    break
+                value, there = value[part], value.get(f"_{part}", there)
+            else:
+                found[name] = value
+                if there is not None:
+                    found[f"_{name}"] = there
+    return found
+
+
+def first_present(infos: Mapping[str, Any], names: Iterable[InfoName]) -> dict[Any, Any]:
+    """Return these entries of a vector env's infos, each of the first env that has it."""
+    info: dict[Any, Any] = {}
+    found = with_nested(infos, names)
+    for name in names:
+        values, there = found.get(name), found.get(f"_{name}")
         if values is not None and (there is None or np.any(there)):
             first = 0 if there is None else int(np.argmax(there))
             info[name] = values if isinstance(values, Mapping) else values[first]
     return info
 
 
-def warn_unseen(unseen: set[str]) -> None:
+def warn_unseen(unseen: set[InfoName]) -> None:
     """Say once which entries no info has had, when the first episode has ended without them."""
-    names = sorted(unseen)
+    names = sorted(unseen, key=str)
     unseen.clear()
     warnings.warn(
         f"info_keys names {', '.join(map(repr, names))}, but no info had it until the first "
@@ -80,8 +105,8 @@ def warn_unseen(unseen: set[str]) -> None:
 
 
 def info_writer(
-    fields: Sequence[Field], slab: Slab, unseen: set[str]
-) -> Callable[[Mapping[str, Any], int, int], None]:
+    fields: Sequence[Field], slab: Slab, unseen: set[InfoName]
+) -> Callable[[Mapping[Any, Any], int, int], None]:
     """Return the function that stores the info of env i at step t.
 
     Args:
@@ -91,25 +116,25 @@ def info_writer(
     """
     columns = _columns(fields, slab)
 
-    def store(info: Mapping[str, Any], t: int, i: int) -> None:
+    def store(info: Mapping[Any, Any], t: int, i: int) -> None:
         for name, array, missing, shape in columns:
             value = info.get(name, missing)
             array[t, i] = value if value is missing else _numbers(name, value, shape, env=i)
 
-    def watch(info: Mapping[str, Any], t: int, i: int) -> None:
+    def watch(info: Mapping[Any, Any], t: int, i: int) -> None:
         unseen.difference_update(info)
         store(info, t, i)
 
-    return watch if unseen else store
+    return _into_dicts(watch if unseen else store, columns)
 
 
 def vector_info_writer(
-    fields: Sequence[Field], slab: Slab, unseen: set[str]
-) -> Callable[[Mapping[str, Any], int, np.ndarray], None]:
+    fields: Sequence[Field], slab: Slab, unseen: set[InfoName]
+) -> Callable[[Mapping[Any, Any], int, np.ndarray], None]:
     """Return the function that stores a vector env's infos of step t for these envs."""
     columns = _columns(fields, slab)
 
-    def store(infos: Mapping[str, Any], t: int, envs: np.ndarray) -> None:
+    def store(infos: Mapping[Any, Any], t: int, envs: np.ndarray) -> None:
         for name, array, missing, shape in columns:
             array[t, envs] = missing
             values, there = infos.get(name), infos.get(f"_{name}")
@@ -117,23 +142,39 @@ def vector_info_writer(
             if values is not None and len(having):
                 array[t, having] = _numbers(name, values, (len(having), *shape), having)
 
-    def watch(infos: Mapping[str, Any], t: int, envs: np.ndarray) -> None:
+    def watch(infos: Mapping[Any, Any], t: int, envs: np.ndarray) -> None:
         unseen.difference_update(infos)
         store(infos, t, envs)
 
-    return watch if unseen else store
+    return _into_dicts(watch if unseen else store, columns)
 
 
-def _columns(fields: Sequence[Field], slab: Slab) -> list[tuple[str, np.ndarray, Any, Any]]:
-    """Return of each entry its name, its column, what stands for a missing one, and its shape."""
-    return [
-        (f.key[-1], slab.arrays[f.key], np.nan if f.dtype.is_floating_point else 0, f.shape)
-        for f in fields
-    ]
+_Column: TypeAlias = "tuple[InfoName, np.ndarray, Any, Any]"
+
+
+def _into_dicts(
+    store: Callable[[Mapping[Any, Any], int, Any], None], columns: Sequence[_Column]
+) -> Callable[[Mapping[Any, Any], int, Any], None]:
+    """Return the function with nested entries looked up first, if there are any to store."""
+    nested = [name for name, *_ in columns if isinstance(name, tuple)]
+    if not nested:
+        return store
+    return lambda info, t, which: store(with_nested(info, nested), t, which)
+
+
+def _columns(fields: Sequence[Field], slab: Slab) -> list[_Column]:
+    """Return the name of each entry, its column, the value of a missing one, and its shape."""
+    columns: list[_Column] = []
+    for field in fields:
+        path = field.key[len(keys.INFO) :]
+        name = path if len(path) > 1 else path[0]
+        missing = np.nan if field.dtype.is_floating_point else 0
+        columns.append((name, slab.arrays[field.key], missing, field.shape))
+    return columns
 
 
 def _numbers(
-    name: str, value: Any, shape: tuple[int, ...], rows: Any = ..., env: int | None = None
+    name: InfoName, value: Any, shape: tuple[int, ...], rows: Any = ..., env: int | None = None
 ) -> np.ndarray:
     """Return an entry, or these rows of it, as numbers of this shape."""
     what, cause = type(value).__name__, None

@@ -26,8 +26,8 @@ class JaxEnv:
     The env has `reset(key, params) -> (observation, state)` and `step(key, state, action, params)
     -> (observation, state, reward, done, info)`, both pure and for one env. Where it has the
     `reset_env` and `step_env` of gymnax, which do not reset by themselves, these are called: swath
-    resets, so that the last observation of an episode is not lost. `info["truncation"]`, where
-    there is one, tells a cut episode from one that has ended.
+    resets, so that the last observation of an episode is not lost. If there is an
+    `info["truncation"]`, it distinguishes truncated episodes from terminated ones.
 
     Args:
         env: The env.

@@ -106,9 +106,9 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 class TorchEnv(Protocol):
     """N envs whose state and step are tensors on one device.
 
-    Methods must not wait for the device (no `.item()`, no `if tensor`) and must keep state at
-    fixed addresses (`copy_`); what they return must not change at a later call, and actions that
-    they keep must be copies.
+    Its methods must not wait for the device (no `.item()`, no `if tensor`), and must keep the state
+    at fixed addresses (`copy_`). Tensors that they return must not change in a later call, and
+    actions that they keep must be copies.
 
     Examples:
         >>> isinstance(TorchCartPole(2), TorchEnv)
@@ -131,7 +131,7 @@ class TorchEnv(Protocol):
     def step(self, action: Any) -> tuple[Observation, Tensor, Tensor, Tensor]:
         """Return observation, reward float32 `[N]`, terminated and truncated bool `[N]`.
 
-        Never resets: that is for the caller to do, with the mask of the envs that are done.
+        It never resets envs: the caller does that, with the mask of the envs that are done.
         """
 
 
@@ -139,8 +139,8 @@ class BatchedTorchEnv(abc.ABC):
     """Base class of torch-native envs: seeding, masked reset and time limit around three functions.
 
     A subclass defines its two spaces and writes `_initial`, `_dynamics` and `_observe`. The three
-    compute new tensors from the old with torch operations only. Attributes that they read are
-    set before `super().__init__()`, which calls `_initial` once to learn the state's shape.
+    compute new tensors from the old with torch operations only. Set attributes that they read
+    before `super().__init__()`, which calls `_initial` once to find the shape of the state.
 
     Args:
         num_envs: N, the number of envs in the batch.
@@ -259,8 +259,8 @@ class BatchedTorchEnv(abc.ABC):
     def compile(self) -> BatchedTorchEnv:
         """Compile the arithmetic of a step and of a reset with `torch.compile`; return the envs.
 
-        It takes some seconds, and pays off on a GPU, where a step costs what launching its kernels
-        costs. Sums may differ in their last bits.
+        That takes some seconds, and pays off on a GPU, where most of the time of a step is spent on
+        launching kernels. Sums may differ in their last bits.
         """
         self._fuses = True
         return self
@@ -321,7 +321,8 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 class TorchCartPole(BatchedTorchEnv):
     """Balance a pole on a cart: Gymnasium's `CartPole-v1`, N at once.
 
-    Actions are int64 `[N]`: 1 pushes right, 0 left. Every step is worth 1, the last one too.
+    Actions are int64 `[N]`: 1 pushes right, 0 left. The reward of every step is 1, including the
+    last one.
 
     Examples:
         >>> env = TorchCartPole(num_envs=2)

@@ -19,8 +19,10 @@ class GymEnv(Env):
 
     Args:
         env: A registered id such as `"CartPole-v1"`, a `gymnasium.Env` or a `VectorEnv`.
-        info_keys: Entries of the info dicts to store below `("next", "info")`: names (as float64,
-            NaN where a step has none), or names with spaces (in that form, 0 where it has none).
+        info_keys: Entries of the info dicts to store below `("next", "info")`: names (stored as
+            float64, NaN in steps without the entry), or a mapping from names to spaces (stored in
+            the form of the space, 0 in steps without the entry). A tuple of names, such as
+            `("episode", "r")`, names an entry of a dict in the info.
         **kwargs: Passed on to `gymnasium.make` with an id.
 
     Examples:

@@ -21,7 +21,7 @@ from gymnasium.wrappers.vector import NormalizeObservation
 
 from swath.envs.batch import BatchGroup
 from swath.envs.group import as_array, comes_from, not_a
-from swath.envs.info import InfoNames, first_present, info_fields
+from swath.envs.info import InfoNames, first_present, info_fields, with_nested
 from swath.errors import UsageError
 from swath.rollout import CallFailed
 
@@ -59,7 +59,8 @@ class VectorGroup(BatchGroup):
         self.info_fields = info_fields(
             info_keys, lambda: first_present(self._first_infos(), info_keys)
         )
-        self.unseen = set(info_keys) - set(self._first[1] if self._first else ())
+        first = with_nested(self._first[1], info_keys) if self._first else ()
+        self.unseen = set(info_keys) - set(first)
 
     def _first_infos(self) -> Mapping[str, Any]:
         """Return what only infos can tell, from a reset that counts as the first one."""

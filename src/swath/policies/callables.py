@@ -25,9 +25,9 @@ _STATE: Key = ("policy_state",)
 class RecurrentPolicy(torch.nn.Module):
     """Carry a state for a function `fn(observation, state) -> (action, state)`.
 
-    The state is carried from step to step and from batch to batch, starts from `initial_state` at
-    each episode, and is stored at `"policy_state"` (what went in) and `("next", "policy_state")`
-    (what came out), so that training can replay it. A policy of your own with an attribute
+    The state is passed from step to step and from batch to batch, and starts from `initial_state`
+    in each episode. It is stored at `"policy_state"` (before the step) and `("next",
+    "policy_state")` (after it), so that training can use it. A policy of your own with an attribute
     `initial_state` needs no wrapping.
 
     Args:

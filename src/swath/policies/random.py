@@ -34,7 +34,7 @@ class RandomPolicy:
     """Choose actions at random; the same as passing no policy.
 
     Args:
-        action_spec: Is ignored, since the envs define their actions.
+        action_spec: This is ignored, since the envs define their actions.
 
     Examples:
         >>> RandomPolicy()

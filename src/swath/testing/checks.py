@@ -29,11 +29,12 @@ def check_transitions(
     set_truncated: bool = False,
     reset_at_each_iter: bool = False,
 ) -> int:
-    """Assert that batches hold the transitions of `CountingEnv`s: real, once each, in order.
+    """Assert that batches hold the real transitions of `CountingEnv`s, each once and in order.
 
-    Checked are, frame by frame: the next observation (the last of an episode included), the reward
-    and with it the action, all flags; from frame to frame of an env: no gap, no double, one id for
-    each episode and no id twice. Frames that are masked are left out.
+    In each frame it checks the next observation (also the last of an episode), the reward, which
+    depends on the action, and all flags. Between the frames of an env it checks that none is
+    missing or doubled, that each episode has one id, and that no id is used twice. Masked frames
+    are left out.
 
     Args:
         batches: A batch of any shape, or consecutive batches; time is the last dimension.
@@ -93,7 +94,7 @@ def check_replay(
     seed: int,
     first_env: int = 0,
 ) -> None:
-    """Assert that batches hold what stepping the envs by hand with the same actions gives.
+    """Assert that stepping the envs by hand with the same actions gives the same batches.
 
     Args:
         batches: The first batch of a collector made with this seed, or the first few; `[T]` or

@@ -47,18 +47,18 @@ def reward_of(stamp: int, episode: int, step: int, action: Mapping[Key, np.ndarr
 
 
 class CountingEnv(gym.Env[Any, Any]):
-    """An env that shows (stamp, episode, step), from which reward and end of an episode follow.
+    """An env that shows (stamp, episode, step), which determine rewards and ends of episodes.
 
-    The stamp is the seed once `reset(seed=...)` has given one, and a number that no other env has
-    until then. Episodes count from 0 and start again at 0 with a seed; their lengths vary, some
-    terminate, some are truncated, some both. An action that is not in the action space and a step
-    of an episode that has ended are errors.
+    The stamp is the seed after `reset(seed=...)`, and until then a number that no other env has.
+    Episodes count from 0 and start again at 0 with a seed; their lengths vary, some terminate, some
+    are truncated, some both. An action that is not in the action space and a step of an episode
+    that has ended are errors.
 
     Args:
         action_space: `Discrete(2)` by default.
         observation_space: Shows samples of this space instead, drawn anew from the three numbers
             at each step; check these with `check_replay`.
-        longest: The longest that an episode can be.
+        longest: Largest length of an episode.
 
     Examples:
         >>> env = CountingEnv(longest=9)

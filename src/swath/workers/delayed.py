@@ -52,13 +52,13 @@ def submitit_delayed_launcher(
     submitit_main_conf: Mapping[str, Any] | None = None,
     submitit_collection_conf: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that runs a function as a job, and its workers as more jobs.
+    """Return a decorator that runs a function as a Slurm job, and its workers as more jobs.
 
     In the function, make a collector with `launcher="submitit_delayed"`. A call of the function
     waits for the job and returns what the function returned; Ctrl-C cancels all jobs.
 
     Args:
-        num_jobs: Largest number of jobs for workers; one for each node of the collector.
+        num_jobs: Largest number of jobs for workers; each node of the collector is one job.
         framework: "distributed", or "rpc" to send rollouts and weights by RPC.
         backend: The default of the collector's `backend`.
         tcpport: The default of the collector's `tcp_port`; 0 for any free port.

@@ -113,7 +113,7 @@ class RayCollector(PairedCollector):
     def add_collectors(self, num_collectors: int) -> None:
         """Start more actors; each takes part once Ray has scheduled it.
 
-        With `sync=True` batches then grow by its envs.
+        With `sync=True`, batches then also hold the frames of its envs.
 
         Args:
             num_collectors: How many; each has `num_workers_per_collector` actors.
@@ -129,7 +129,7 @@ class RayCollector(PairedCollector):
 
         Args:
             num_collectors: How many, as for `add_collectors`; at least one remains.
-            timeout: Seconds that each has to close its envs.
+            timeout: Seconds that each actor has to close its envs.
         """
         self._check_open()
         count = _COUNT.read("num_collectors", num_collectors)
