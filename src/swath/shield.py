@@ -36,8 +36,6 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, NamedTuple
 
-from swath.system import after_fork_in_child
-
 __all__ = ["Shield"]
 
 
@@ -45,15 +43,13 @@ __all__ = ["Shield"]
 _set: Callable[[int, Any], Any] = _signal.signal
 _get: Callable[[int], Any] = _signal.getsignal
 
-_main = threading.main_thread().ident  # kept: every batch and every access to a buffer asks for it
+_main = threading.main_thread().ident
+"""Nearly always the answer, in a fraction of the time; every access to a buffer asks."""
 
 
-def _note_fork() -> None:
-    global _main
-    _main = get_ident()
-
-
-after_fork_in_child(_note_fork)
+def _is_main() -> bool:
+    """Tell whether this is the main thread: in a fork, whichever has called for it."""
+    return threading.current_thread() is threading.main_thread()
 
 
 class _Mark(NamedTuple):
@@ -125,7 +121,7 @@ class _Watch:
 
 def _watching() -> _Watch | None:
     """Return what holds signals back now, if this is the thread that gets them."""
-    if get_ident() != _main:
+    if get_ident() != _main and not _is_main():
         return None
     handler = _get(signal.SIGINT)
     return handler if type(handler) is _Watch and handler.top is not None else None
@@ -142,7 +138,7 @@ class Shield:
     """Holds Ctrl-C back in the main thread; elsewhere Python raises none."""
 
     def __enter__(self) -> None:
-        if get_ident() == _main:
+        if get_ident() == _main or _is_main():
             handler = _get(signal.SIGINT)
             if type(handler) is _Watch and handler.top is not None:
                 handler.top = _Mark(self, True, handler.top)

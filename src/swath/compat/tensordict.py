@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,31 @@ from tensordict.nn import (
 __all__ = ["draw", "is_plain_choice", "is_plain_module", "plain_parts", "unchecked"]
 
 
-def unchecked(values: dict[str, Any], size: torch.Size, names: list[Any] | None) -> TensorDict:
-    """Return a TensorDict of values that are known to fit, without a look at them."""
+def unchecked(
+    tree: Mapping[str, Any],
+    values: Mapping[Any, torch.Tensor],
+    size: torch.Size,
+    names: Sequence[str | None] | None,
+    **more: Any,
+) -> TensorDict:
+    """Return a TensorDict of values that are known to fit, without a look at them.
+
+    Args:
+        tree: Nested dicts that have the key of a value at each end.
+        values: By key.
+        size: The batch size of all TensorDicts.
+        names: The names of its dimensions.
+        more: What stands at the root beside them, before them.
+    """
+    for name, part in tree.items():
+        known = type(part) is not dict
+        more[name] = values[part] if known else unchecked(part, values, size, names)
+    own = None if names is None else [*names]
     try:
-        batch = TensorDict._new_unsafe(None, size, names=names)
-        batch._tensordict.update(values)
+        batch = TensorDict._new_unsafe(None, size, names=own)
+        batch._tensordict.update(more)
     except AttributeError:
-        return TensorDict(values, size, names=names)
+        return TensorDict(more, size, names=own)
     return batch
 
 

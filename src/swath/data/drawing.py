@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -141,8 +141,9 @@ class Draws:
             return None
         if (versions := values.get(keys.POLICY_VERSION)) is not None:
             self.lags.note(ring.words[Word.NEWEST], versions)
-        numbers = {"index": torch.from_numpy(index)}
-        batch = _nested(ring.tree, values, torch.Size(index.shape), numbers)
+        names = None if index.ndim == 1 else (None, "time")
+        size, numbers = torch.Size(index.shape), torch.from_numpy(index)
+        batch = unchecked(ring.tree, values, size, names, index=numbers)
         if sampler is not None:
             for name, extra in sampler.extras(ring, index).items():
                 batch.set(name, torch.from_numpy(extra))
@@ -203,18 +204,3 @@ def _torn(ring: Ring, index: np.ndarray, rows: np.ndarray) -> np.ndarray:
         return _NONE
     whole = now == index
     return np.flatnonzero(~(whole if whole.ndim == 1 else whole.all(1)))
-
-
-def _nested(
-    tree: Mapping[str, Any],
-    values: Mapping[Key, torch.Tensor],
-    size: torch.Size,
-    found: dict[str, Any],
-) -> TensorDict:
-    """Return a batch of values by key, and of what was found before.
-
-    They fit by construction and are not checked.
-    """
-    for name, part in tree.items():
-        found[name] = _nested(part, values, size, {}) if type(part) is dict else values[part]
-    return unchecked(found, size, None if len(size) == 1 else [None, "time"])

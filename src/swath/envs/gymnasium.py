@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import gymnasium as gym
@@ -149,9 +150,9 @@ class _BoundGym:
             self._write(group.first(i), [array[t] for array in self._obs], i)
 
     def step(self, t: int) -> Sequence[int]:
-        (flat, leaf, shape, dtype), array = self._form, np.ndarray
-        rows, rewards, info_to = [o[t + 1] for o in self._obs], self._reward, self._info
-        row, no = rows[0], np.False_
+        (flat, leaf, shape, dtype), array, no = self._form, np.ndarray, np.False_
+        rows = [*map(itemgetter(t + 1), self._obs)]  # a comprehension would cost all of the loop
+        row, rewards, info_to = rows[0], self._reward, self._info
         ended: list[int] = []
         i = 0
         try:

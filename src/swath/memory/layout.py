@@ -18,14 +18,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from swath.errors import UsageError
-from swath.tree import Key, Leaf, key_name
+from swath.tree import Key, Leaf, key_name, nest
 
 __all__ = [
     "ALIGNMENT",
@@ -180,6 +180,12 @@ class Layout:
         self.nbytes = offset
         self.nested = nested_shapes([place.field for place in self.places.values()])
         """The TensorDicts in a batch that have batch dimensions of their own, and which."""
+
+    @cached_property
+    def tree(self) -> dict[str, Any]:
+        """The delivered fields as nested dicts, each with its key."""
+        keys = [place.field.key for place in self.places.values() if place.field.delivered]
+        return nest({key: key for key in keys})
 
     def _refuse_overlap(self, key: Key) -> None:
         """Refuse a key that others stand below, or that stands below another."""

@@ -24,9 +24,10 @@ import torch
 from tensordict import TensorDict
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from swath.compat.tensordict import unchecked
 from swath.memory.layout import ALIGNMENT, Layout, View, tensors_on
 from swath.system import anonymous_file, path_of_descriptor
-from swath.tree import Key, nest
+from swath.tree import Key
 
 __all__ = [
     "DeviceMemory",
@@ -243,7 +244,8 @@ class Slab:
     def _arranged(
         self, views: dict[Key, torch.Tensor], lead: tuple[int, ...], steps: int
     ) -> TensorDict:
-        batch = TensorDict(nest(views), [*lead, steps], names=[*[None] * len(lead), "time"])
+        names = (*[None] * len(lead), "time")
+        batch = unchecked(self.layout.tree, views, torch.Size((*lead, steps)), names)
         for key, shape in self.layout.nested.items():
             batch.get(key).batch_size = [*lead, steps, *shape]
         return batch
