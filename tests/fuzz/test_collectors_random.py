@@ -38,12 +38,12 @@ def test_random_collections_with_workers_keep_every_promise():
 
 
 @pytest.mark.cluster
-@long_enough(20)
+@long_enough(6)
 def test_random_collections_over_gloo_keep_every_promise():
-    explored(("DistributedCollector",), 20)
+    explored(("DistributedCollector",), 6)
 
 
 @pytest.mark.cluster
-@long_enough(30)
+@long_enough(8)
 def test_random_collections_over_ray_keep_every_promise(cluster):
-    explored(("RayCollector",), 30)
+    explored(("RayCollector",), 8)

@@ -40,6 +40,8 @@ def cluster() -> Any:
     if not ray.is_initialized():
         with warm_workers():
             ray.init(num_cpus=8, resources={"rare": 1}, _system_config=_PATIENT, **LEAN)
+        gc.collect()
+        gc.freeze()  # as conftest.py does with what was imported before Ray
     return ray
 
 

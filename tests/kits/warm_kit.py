@@ -16,6 +16,7 @@ Clusters that scripts start, as users do, have workers as Ray makes them.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -63,6 +64,7 @@ def serve(name: str, paths: list[str]) -> None:
 
         preload()
         sys.path[:] = own
+        _leave_to_forks()
         known = set()
         for asked in _all_who_ask(listener):
             job = _message(asked)
@@ -83,6 +85,7 @@ def _serve_job(name: str, job: dict[str, str]) -> None:
 
             import swath.links.calls  # noqa: F401
 
+            _leave_to_forks()
             for asked in _all_who_ask(listener):
                 request = _message(asked)
                 _, descriptors, _, _ = socket.recv_fds(asked, 1, 3)
@@ -93,6 +96,12 @@ def _serve_job(name: str, job: dict[str, str]) -> None:
                     os.close(one)
     finally:
         os._exit(0)
+
+
+def _leave_to_forks() -> None:
+    """Let collections of garbage in forks not look at, and so copy, what was imported here."""
+    gc.collect()
+    gc.freeze()
 
 
 def _listening(name: str) -> socket.socket:
