@@ -63,7 +63,7 @@ class Group:
         self.actions: Sequence[Leaf] = action_leaves(action_space)
         self.build_action = builder(action_space, self.actions)
         self.info_fields: list[Field] = []
-        self.unseen: set[str] = set()
+        self.unseen: set[str | tuple[str, ...]] = set()
         """Entries to store of the infos that none has had yet."""
         self.live = np.arange(num_envs)
         """The envs that are not frozen."""

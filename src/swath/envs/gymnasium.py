@@ -12,7 +12,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from swath.compat.gymnasium import step_limit
 from swath.envs.group import Group, as_declared, as_number, close_all, is_flag, not_a
-from swath.envs.info import InfoNames, info_fields, info_writer, warn_unseen
+from swath.envs.info import InfoNames, info_fields, info_writer, unseen_in, warn_unseen
 from swath.memory import Slab
 from swath.rollout import CallFailed, keys
 from swath.tree import Leaf
@@ -34,7 +34,7 @@ class GymGroup(Group):
         self._seeds: list[int | None] = [None] * self.num_envs
         self._first: list[tuple[Any, dict[str, Any]] | None] = [None] * self.num_envs
         self.info_fields = info_fields(info_keys, self._first_info)
-        self.unseen = set(info_keys) - set(self._first[0][1] if self._first[0] else ())
+        self.unseen = unseen_in(info_keys, self._first[0][1] if self._first[0] else {})
 
     def _first_info(self) -> dict[str, Any]:
         """Return what only an info can tell, from a reset that counts as the first one."""

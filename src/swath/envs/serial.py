@@ -21,6 +21,7 @@ class GymEnv(Env):
         env: A registered id such as `"CartPole-v1"`, a `gymnasium.Env` or a `VectorEnv`.
         info_keys: Entries of the info dicts to store below `("next", "info")`: names (as float64,
             NaN where a step has none), or names with spaces (in that form, 0 where it has none).
+            `("episode", "r")` is entry `"r"` of a dict `"episode"`.
         **kwargs: Passed on to `gymnasium.make` with an id.
 
     Examples:

@@ -21,7 +21,7 @@ from gymnasium.wrappers.vector import NormalizeObservation
 
 from swath.envs.batch import BatchGroup
 from swath.envs.group import as_array, comes_from, not_a
-from swath.envs.info import InfoNames, first_present, info_fields
+from swath.envs.info import InfoNames, first_present, info_fields, unseen_in
 from swath.errors import UsageError
 from swath.rollout import CallFailed
 
@@ -36,7 +36,8 @@ def _spaces_of_one(env: Any) -> tuple[Any, Any]:
         raise UsageError(
             f"{type(env).__name__} is a VectorEnv without single_observation_space and "
             "single_action_space, which Gymnasium's have; SuperSuit's is one for "
-            "Stable-Baselines3. Pass envs, or functions that make them, as a list."
+            "Stable-Baselines3. Pass envs, or functions that make them, as a list; those of "
+            "PettingZoo as torchrl.envs.PettingZooWrapper(env)."
         ) from error
 
 
@@ -59,7 +60,7 @@ class VectorGroup(BatchGroup):
         self.info_fields = info_fields(
             info_keys, lambda: first_present(self._first_infos(), info_keys)
         )
-        self.unseen = set(info_keys) - set(self._first[1] if self._first else ())
+        self.unseen = unseen_in(info_keys, self._first[1] if self._first else {})
 
     def _first_infos(self) -> Mapping[str, Any]:
         """Return what only infos can tell, from a reset that counts as the first one."""
