@@ -107,7 +107,9 @@ class Parallel:
 
 @pytest.mark.parametrize("env", [Parallel, Parallel(), lambda: Parallel()])
 def test_a_pettingzoo_env_is_said_to_have_several_agents(env):
-    with pytest.raises(UsageError, match=r"several agents \(\('player_0'.*PettingZooWrapper"):
+    with pytest.raises(
+        UsageError, match=r"several agents \('player_0', 'player_1'\).*PettingZooWrapper"
+    ):
         Collector(env, frames_per_batch=20)
 
 

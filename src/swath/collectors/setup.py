@@ -74,6 +74,8 @@ def check_state(state: Any, ours: Setup) -> None:
         there = theirs.get(about)
         if there == here:
             continue
+        if there is None:
+            there = f"a collector without {about}"
         if isinstance(here, list) and isinstance(there, list):
             there, here = (
                 f"{about} {[one for one in some if one not in other] or some}"

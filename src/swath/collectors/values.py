@@ -199,6 +199,11 @@ class Sink:
 
     def read(self, name: str, value: Any) -> Any:
         """Return it."""
+        if isinstance(value, type):
+            raise UsageError(
+                f"{name} is the class {value.__name__}; expected an object of it, such as "
+                f"{value.__name__}(...)."
+            )
         if not hasattr(value, "extend"):
             raise UsageError(
                 f"{name} must have a method extend(batch); got {type(value).__name__}."

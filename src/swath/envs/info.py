@@ -39,6 +39,13 @@ def info_fields(names: InfoNames, first_info: Callable[[], Mapping[str, Any]]) -
     """Return the field of each entry; an info is asked for only if there are entries to store."""
     if isinstance(names, str):
         raise UsageError(f"info_keys must be a list of names; got the string {names!r}.")
+    for name in names:
+        if (
+            not name
+            or not isinstance(name, (str, tuple))
+            or not all(isinstance(p, str) for p in name)
+        ):
+            raise UsageError(f"info_keys has {name!r}; expected a name or a tuple of names.")
     spaces = names if isinstance(names, Mapping) else dict.fromkeys(names)
     info = with_nested(first_info(), names) if spaces else {}
     return [_field(name, space, info.get(name)) for name, space in spaces.items()]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import gymnasium as gym
+import torch
 
 from swath.envs.base import Env
 from swath.envs.batch import NativeGroup
@@ -38,6 +40,11 @@ def as_group(
         kwargs: Keyword arguments for the callables, or for `gymnasium.make` with an id.
         info_keys: Entries of the info dicts to store, of gymnasium envs.
     """
+    if not isinstance(kwargs, (Mapping, NoneType)):
+        raise UsageError(
+            f"create_env_kwargs is {kwargs!r}; keyword arguments as a mapping are expected. A "
+            "collector with workers takes a list of these, too, one for each worker."
+        )
     if isinstance(source, (list, tuple)):
         return _from_list(source, kwargs, info_keys)
     env = source
@@ -73,6 +80,11 @@ def _made(maker: Any, kwargs: Mapping[str, Any]) -> Any:
     if not callable(maker):
         _refuse_multi_agent(maker)
         raise UsageError(f"create_env_fn is {maker!r}; expected {_ACCEPTED}.")
+    if isinstance(maker, torch.nn.Module):
+        raise UsageError(
+            f"create_env_fn is a {type(maker).__name__}, which looks like a policy; expected "
+            f"{_ACCEPTED}. The env comes first, the policy second."
+        )
     try:
         made = with_registered(lambda: maker(**kwargs))
     except SwathError:
@@ -110,8 +122,9 @@ def _refuse_multi_agent(thing: Any) -> None:
     """Refuse an env of PettingZoo's, by what all of these have."""
     agents = getattr(thing, "possible_agents", None)
     if agents is not None:
+        shown = ", ".join(map(repr, agents[:3])) + ", ..." * (len(agents) > 3)
         raise UsageError(
-            f"{type(thing).__name__} is a PettingZoo env with several agents ({agents}); expected "
+            f"{type(thing).__name__} is a PettingZoo env with several agents ({shown}); expected "
             "an env with one observation and one action. Wrap it as "
             "torchrl.envs.PettingZooWrapper(env)."
         )

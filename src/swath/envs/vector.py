@@ -36,7 +36,8 @@ def _spaces_of_one(env: Any) -> tuple[Any, Any]:
         raise UsageError(
             f"{type(env).__name__} is a VectorEnv without single_observation_space and "
             "single_action_space, which Gymnasium's vector envs have; SuperSuit's are made for "
-            "Stable-Baselines3. Pass a list of envs, or of functions that make them."
+            "Stable-Baselines3. Pass a list of envs, or of functions that make them; PettingZoo "
+            "envs are taken as torchrl.envs.PettingZooWrapper(env)."
         ) from error
 
 
