@@ -1,4 +1,4 @@
-"""What a `multiprocessing.Manager` hands out works in env makers and policies, as in any process."""
+"""What a `multiprocessing.Manager` hands out works in env makers, as in any other process."""
 
 from __future__ import annotations
 
