@@ -235,3 +235,20 @@ def test_first_come_first_served_writes_frames():
     ) as collector:
         list(collector)
     assert check_transitions(buffer[:]) == 60
+
+
+@pytest.mark.filterwarnings("ignore:total_frames is reached")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_trajectories_that_end_in_a_rollout_are_written_after_it(workers):
+    buffer = theirs()
+    options = {"frames_per_batch": 8, "total_frames": 80, "trajs_per_batch": 5}
+    kind, envs = (MultiSyncCollector, [CountingEnv] * 2) if workers else (Collector, CountingEnv)
+    with kind(envs, max_frames_per_traj=3, replay_buffer=buffer, **options) as collector:
+        rollouts = 0
+        for nothing in collector:
+            rollouts += 1
+            assert nothing is None
+            ended = buffer[:]["next", "done"][:, 0] if len(buffer) else torch.zeros(0)
+            assert ended.sum() == collector.stats()["episodes"]
+            assert not len(ended) or ended[-1]
+    assert rollouts == 10

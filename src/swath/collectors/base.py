@@ -283,6 +283,8 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
 
     def _whole_trajectories(self) -> Any:
         assert self._assembler is not None
+        if self._output.into_torchrl:
+            return self._completed()
         while (batch := self._assembler.pop()) is None:
             rollout = self._rollout()
             if rollout is None:
@@ -292,6 +294,19 @@ class BaseCollector(IterableDataset[Any], abc.ABC):
             if rollout is STORED:
                 return STORED
             self._assembler.push(rollout)
+        return batch
+
+    def _completed(self) -> Any:
+        """Return the trajectories that are complete after one more rollout, as TorchRL does."""
+        assert self._assembler is not None
+        rollout = self._rollout()
+        if rollout is not None:
+            self._assembler.push(rollout)
+        batch = self._assembler.pop_all()
+        if batch is None and rollout is not None:
+            return STORED  # nothing is left to write of this one
+        if batch is None:
+            self._report_left_over()
         return batch
 
     def _fetch_held(self) -> None:

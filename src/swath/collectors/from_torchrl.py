@@ -169,7 +169,7 @@ _OPTIONS: tuple[Row, ...] = (
     Option(
         name="trajs_per_write",
         nothing=ANY,
-        says="Whole trajectories are written as soon as there are `trajs_per_batch`.",
+        says="TorchRL's buffers get all trajectories that are complete after a rollout at once.",
     ),
     Option(
         name="use_buffers", nothing=ANY, says="Rollouts are written once, to memory that is kept."

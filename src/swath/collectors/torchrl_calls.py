@@ -215,6 +215,11 @@ def _stats(
     return {**stats, **flat}
 
 
+def _ray_stats(collector: Any, call: Callable[[], dict[str, Any]], *args: Any, **more: Any) -> Any:
+    stats = _stats(collector, call, *args, **more)
+    return {**stats, "worker_frames": sum(row["frames"] for row in call()["per_worker"])}
+
+
 def _drop(method: str, more: dict[str, Any], *names: str) -> None:
     """Drop arguments that have no effect; refuse others."""
     for name in names:
@@ -291,6 +296,11 @@ def _map_text(
     given = list_of_args if list_of_kwargs is None else list_of_kwargs
     count = 1 if given is None else len(given)
     count = count if is_alone(collector) else collector.num_workers
+    lengths = [len(each) for each in (list_of_args, list_of_kwargs) if each is not None]
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"list_of_args and list_of_kwargs must have the same length; got {lengths}."
+        )
     all_args = [()] * count if list_of_args is None else list(list_of_args)
     all_kwargs = [{}] * count if list_of_kwargs is None else list(list_of_kwargs)
     for name, entries in (("list_of_args", all_args), ("list_of_kwargs", all_kwargs)):
@@ -388,6 +398,13 @@ ARGUMENTS: tuple[Row, ...] = (
         says="It also takes `policy_weights`, `weights`, `policy`, `weights_dict`, `model_id` "
         "and `{worker: weights}`; the only model is `policy`. `Collector` ignores "
         "`worker_ids`. It returns the version.",
+    ),
+    Call(
+        name="stats",
+        call=_ray_stats,
+        owners=("RayCollector",),
+        outcome="translated",
+        says="As those of the others; `worker_frames` is the sum over all workers, too.",
     ),
     Call(
         name="stats",

@@ -151,8 +151,14 @@ class TrajectoryAssembler:
         """Return the next batch, or None while fewer than `num_trajectories` are complete."""
         if len(self._complete) < self._num_trajectories:
             return None
-        rows = torch.cat([self._complete.popleft() for _ in range(self._num_trajectories)])
-        batch = self._leaving(rows)
+        return self._taken(self._num_trajectories)
+
+    def pop_all(self) -> TensorDict | None:
+        """Return all complete trajectories, however many; None if there are none."""
+        return self._taken(len(self._complete)) if self._complete else None
+
+    def _taken(self, count: int) -> TensorDict:
+        batch = self._leaving(torch.cat([self._complete.popleft() for _ in range(count)]))
         return split_trajectories(batch) if self._padded else batch
 
     def pending(self) -> Pending:

@@ -18,6 +18,7 @@ import ctypes
 import errno
 import gc
 import importlib
+import multiprocessing
 import os
 import random
 import selectors
@@ -214,6 +215,8 @@ def _run(channel: Channel) -> None:
     os.environ.update(surroundings["environ"])
     os.chdir(surroundings["cwd"])
     sys.path[:], sys.argv[:] = surroundings["path"], surroundings["argv"]
+    # Else it could not talk to a multiprocessing.Manager of the process that it works for.
+    multiprocessing.current_process().authkey = surroundings["authkey"]
     _reseed()
     module, name = surroundings["target"]
     getattr(importlib.import_module(module), name)(channel, surroundings["payload"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import multiprocessing
 import os
 import select
 import signal
@@ -111,6 +112,7 @@ def launch(
         "cwd": os.getcwd(),
         "path": list(sys.path),
         "argv": list(sys.argv),
+        "authkey": bytes(multiprocessing.current_process().authkey),
         "target": (target.__module__, target.__name__),
         "payload": payload,
     }
