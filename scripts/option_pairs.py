@@ -116,7 +116,7 @@ _COMPANIONS_OF = {
 """Without which an option is refused whatever stands beside it."""
 _SLOW_IN_WORKERS = ("compile_policy",)
 """Tried alone in collectors with workers: each worker would import torch's compiler."""
-_SLOW_TO_START = ("RayCollector",)
+_SLOW_TO_START = ("RPCCollector", "RayCollector")
 """Of these, pairs are tried of the options that process collectors do not have."""
 
 

@@ -65,7 +65,7 @@ def test_pairs_of_options_of_collectors_with_workers_do_what_the_page_says(owner
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("owner", option_pairs.CLUSTER)
+@pytest.mark.parametrize("owner", ["DistributedCollector", "RayCollector"])
 def test_pairs_of_options_of_collectors_over_machines_do_what_the_page_says(owner, request):
     if owner == "RayCollector":
         request.getfixturevalue("cluster")
