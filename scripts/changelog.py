@@ -6,6 +6,7 @@ python scripts/changelog.py 0.2.0
 from __future__ import annotations
 
 import datetime
+import re
 import sys
 from pathlib import Path
 
@@ -21,10 +22,11 @@ def collected(folder: Path) -> tuple[str, list[Path]]:
     files = sorted(path for path in folder.glob("*.md") if path.name != "README.md")
     for path in files:
         kind = path.name.split(".")[-2]
-        text = " ".join(path.read_text().split()).removeprefix("- ")
-        if kind not in found or not text:
+        changes = re.split(r"^- ", path.read_text(), flags=re.MULTILINE)
+        texts = [text for text in (" ".join(change.split()) for change in changes) if text]
+        if kind not in found or not texts:
             raise ValueError(f"{path.name}: name it NAME.KIND.md, KIND one of {KINDS}, with a text")
-        found[kind].append(f"- {text}")
+        found[kind] += [f"- {text}" for text in texts]
     parts = [f"### {kind.title()}\n\n" + "\n".join(lines) for kind, lines in found.items() if lines]
     return "\n\n".join(parts), files
 

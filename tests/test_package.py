@@ -171,7 +171,7 @@ def test_fragments_become_a_part_of_the_changelog(tmp_path, monkeypatch):
         "README.md": "how",
         "b.added.md": "- A thing\n  is there.\n",
         "a.added.md": "Another.\n",
-        "c.fixed.md": "It works.",
+        "c.fixed.md": "- It works.\n- So does\n  that.\n",
     }.items():
         (tmp_path / "changes" / name).write_text(text)
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [0.1.0] - 2026-01-01\n\nOld.\n")
@@ -180,7 +180,7 @@ def test_fragments_become_a_part_of_the_changelog(tmp_path, monkeypatch):
     text = (tmp_path / "CHANGELOG.md").read_text()
     assert re.sub(r"\d{4}-\d\d-\d\d", "DATE", text) == (
         "# Changelog\n\n## [0.2.0] - DATE\n\n### Added\n\n- Another.\n- A thing is there.\n\n"
-        "### Fixed\n\n- It works.\n\n## [0.1.0] - DATE\n\nOld.\n"
+        "### Fixed\n\n- It works.\n- So does that.\n\n## [0.1.0] - DATE\n\nOld.\n"
     )
     assert [path.name for path in (tmp_path / "changes").iterdir()] == ["README.md"]
 

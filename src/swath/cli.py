@@ -161,11 +161,11 @@ def collect(  # noqa: PLR0913 - one parameter per option
 ) -> int:
     """Collect frames from an env and print a summary.
 
-    --policy names an object of a module that can be imported from the current
-    directory. An nn.Module, or a function of one argument (the observations of
-    all envs), is the policy itself. A function of
-    (observation_space, action_space), or of no arguments, is called and
-    returns the policy.
+    --policy names an object in a module that can be imported from the current
+    directory. If the object is an nn.Module, or a function of one argument (the
+    observations of all envs), it is the policy. If it is a function of
+    (observation_space, action_space), or of no arguments, it is called and must
+    return the policy.
 
     Example: swath collect CartPole-v1 --policy my_policies:make --out data
     """
@@ -280,9 +280,9 @@ def info(
 ) -> int:
     """Describe a dataset: frames, keys, episodes.
 
-    DIR is what swath collect --out has written, or the directory of a
-    ReplayBuffer. With --verify, a file that was changed after it was written is
-    named, and the exit code is 1.
+    DIR was written by swath collect --out, or is the directory of a
+    ReplayBuffer. With --verify, swath names the first file that was changed
+    after it was written, and the exit code is 1.
     """
     from swath.data import describe
     from swath.data.datasets import verify_dataset
@@ -319,7 +319,7 @@ def recover(
         Path, typer.Argument(metavar="DIR", help="The directory that --out named, or DIR.partial.")
     ],
 ) -> int:
-    """Make a dataset of the frames that a killed run has left in DIR.partial."""
+    """Turn the frames that a killed run left in DIR.partial into a dataset."""
     from swath.data import recover_dataset
 
     frames = recover_dataset(directory)
@@ -339,7 +339,7 @@ def _add_episodes(table: Table, stats: dict[str, Any]) -> None:
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Run a short smoke test.")] = False,
 ) -> int:
-    """Measure swath beside other libraries; needs a source checkout."""
+    """Compare the speed of swath with that of other libraries; needs a source checkout."""
     near = (Path(__file__).parents[2], Path.cwd())
     roots = [p for p in near if (p / "bench/__main__.py").exists() and (p / "src/swath").is_dir()]
     if not roots:
