@@ -143,11 +143,14 @@ class Shield:
             if type(handler) is _Watch and handler.top is not None:
                 handler.top = _Mark(self, True, handler.top)
             elif callable(handler):
-                _set(signal.SIGINT, _Watch(_users(handler), _Mark(self, True, None)))
+                users = _users(handler) if type(handler) is _Watch else handler
+                _set(signal.SIGINT, _Watch(users, _Mark(self, True, None)))
 
     def __exit__(self, *exc_info: object) -> None:
         watch = _watching()
-        mark = None if watch is None else watch.find(self)
+        mark = None if watch is None else watch.top
+        if watch is not None and mark is not None and not (mark.shield is self and mark.up):
+            mark = watch.find(self)  # blocks that were interrupted have left theirs above ours
         if watch is None or mark is None:  # Ctrl-C was ignored, or is not ours any more
             return
         if mark.below is not None:

@@ -34,8 +34,10 @@ def unchecked(
         more: What stands at the root beside them, before them.
     """
     for name, part in tree.items():
-        known = type(part) is not dict
-        more[name] = values[part] if known else unchecked(part, values, size, names)
+        if type(part) is dict:
+            more[name] = unchecked(part, values, size, names)
+        else:
+            more[name] = values[part]
     own = None if names is None else [*names]
     try:
         batch = TensorDict._new_unsafe(None, size, names=own)

@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,13 +93,14 @@ class Draws:
         """
         if ring is None:
             return None
-        written = ring.words[Word.WRITTEN]
-        state = written, ring.words[Word.LOADED], self.news
+        words = ring.words
+        written = words[Word.WRITTEN]
+        state = written, words[Word.LOADED], self.news
         # Where no ratio is kept, nothing is reserved, and nobody needs the lock to begin.
         reserved = 0 if self.pace.samples_per_insert is None else wanted.size
         if state == wanted.tried:
             return None
-        if (reserved or not self.pace.may_draw(ring.words)) and not self._begin(ring, reserved):
+        if (reserved or not self.pace.may_draw(words)) and not self._begin(ring, reserved):
             return None
         batch = None
         try:
@@ -110,9 +110,9 @@ class Draws:
             with ring:
                 self._under_way -= reserved
                 if batch is not None:
-                    ring.words[Word.DRAWN] += wanted.size
+                    words[Word.DRAWN] += wanted.size
                 elif self.sampler.needs(wanted.shape) <= ring.capacity:  # else refused
-                    self.pace.starve(ring.words, written)
+                    self.pace.starve(words, written)
         if batch is None:
             wanted.tried = state
         return batch
@@ -135,8 +135,7 @@ class Draws:
 
     def copy(self, ring: Ring, index: np.ndarray, sampler: Sampler | None) -> TensorDict | None:
         """Return frames that are whole; others than asked for, if the sampler has to draw again."""
-        draw = None if sampler is None else partial(sampler.redraw, ring, rng=self.rng)
-        values = _copy_whole(ring, index, draw)
+        values = _copy_whole(ring, index, sampler, self.rng)
         if values is None:
             return None
         if (versions := values.get(keys.POLICY_VERSION)) is not None:
@@ -159,14 +158,15 @@ class Draws:
 
 
 def _copy_whole(
-    ring: Ring, index: np.ndarray, draw: Callable[..., np.ndarray | None] | None
+    ring: Ring, index: np.ndarray, sampler: Sampler | None, rng: np.random.Generator
 ) -> dict[Key, torch.Tensor] | None:
     """Return frames by key, or None if some of them are gone and no others can be had.
 
     Args:
         ring: Where they are.
         index: Their numbers; changed where others were drawn.
-        draw: Draws others for those that were overwritten while they were copied.
+        sampler: Draws others for those that were overwritten while they were copied; None: nobody.
+        rng: For that.
     """
     rows = index % ring.capacity
     values = ring.take(rows)
@@ -176,11 +176,10 @@ def _copy_whole(
         tries += 1
         patient = tries <= _PATIENCE  # after that, writers wait for once
         with contextlib.nullcontext() if patient else ring:
-            again = (
-                None
-                if draw is None
-                else draw((len(torn), *index.shape[1:]), kept=np.delete(index, torn, 0))
-            )
+            again = None
+            if sampler is not None:
+                shape, kept = (len(torn), *index.shape[1:]), np.delete(index, torn, 0)
+                again = sampler.redraw(ring, shape, rng, kept)
             if again is None:
                 return None
             rows, where = again % ring.capacity, torch.from_numpy(torn)

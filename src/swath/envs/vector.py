@@ -51,6 +51,8 @@ class VectorGroup(BatchGroup):
         spaces = _spaces_of_one(env)
         super().__init__(env, int(env.num_envs), *spaces)
         self.mode = _autoreset_mode(env)
+        self._dtypes: tuple[Any, ...] = ()
+        """Of the last outcome that was looked at; see `_check`."""
         self.gives_some = comes_from(env.unwrapped, "envpool")
         self.resets_singly = _takes_reset_mask(env, self.mode)
         self.skips_rows = self.mode is AutoresetMode.NEXT_STEP and not self.resets_singly
@@ -87,10 +89,20 @@ class VectorGroup(BatchGroup):
         observation, reward, terminated, truncated, infos = self.env.step(
             self.build_action(actions)
         )
-        for name, value in zip(_OUTCOME, (reward, terminated, truncated), strict=True):
-            if value.__class__ is not np.ndarray or value.dtype.kind not in "fbiu":
-                _check_outcome(name, value)
+        outcome = reward, terminated, truncated
+        try:  # what has a dtype of numbers has no None in it
+            known = (reward.dtype, terminated.dtype, truncated.dtype) == self._dtypes
+        except AttributeError:
+            known = False
+        if not known:
+            self._check(outcome)
         return observation, reward, terminated, truncated, infos
+
+    def _check(self, outcome: tuple[Any, Any, Any]) -> None:
+        """Look at what a step gave, and take note of its dtypes."""
+        for name, value in zip(_OUTCOME, outcome, strict=True):
+            _check_outcome(name, value)
+        self._dtypes = tuple(getattr(value, "dtype", None) for value in outcome)
 
     def reset_envs(self, which: Sequence[int] | None) -> Any:
         if which is None:
