@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+QUICK = Path(__file__).with_name("quick.py")
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
@@ -42,7 +43,7 @@ def run(world: list[str], script: Path, *arguments: str, seconds: float = 220):
         "OMPI_MCA_btl_tcp_if_include": "lo",
     }
     with subprocess.Popen(
-        [*world, str(script), *arguments],
+        [*world, str(QUICK), str(script), *arguments],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
