@@ -210,7 +210,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """End the cluster of this process; tell the first process what this one left out."""
-    ray_kit.leave()
+    ray_kit.close()
     if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
         left_out = session.config.stash.get(LEFT_OUT, Counter())
         session.config.workeroutput["left_out"] = dict(left_out)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 HEAD = """
+from swath.preload import preload; preload()
 import warnings; warnings.simplefilter("ignore")
 import sys, time, torch
 from swath import helpers

@@ -13,6 +13,7 @@ SECONDS = float(os.environ.get("SWATH_FUZZ_SECONDS", "5"))
 KINDS = ["one", "whole", "parallel", "sync", "sync whole", "async"]
 
 SCRIPT = """
+from swath.preload import preload; preload()
 import gc, os, random, signal, sys, threading, time, warnings
 gc.disable()  # Python swallows what is raised while it lets go of something
 warnings.simplefilter("ignore")

@@ -11,6 +11,7 @@ from swath.testing import CountingEnv, check_transitions
 KINDS = {"one": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 SCRIPT = """
+from swath.preload import preload; preload()
 import gc, random, signal, sys, threading, time
 gc.disable()  # Python swallows what is raised while a weak set lets go of, say, an old thread
 from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector

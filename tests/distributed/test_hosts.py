@@ -17,6 +17,7 @@ from swath.testing import CountingEnv
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 TRAINER = """
+from swath.preload import preload; preload()
 import sys, time
 import numpy as np
 from gymnasium import spaces
@@ -53,7 +54,7 @@ def train(hosts, body):
 
 def address_of(trainer):
     seen = ""
-    while not (found := re.search(r"swath.workers.join (\S+) \[", seen)):
+    while not (found := re.search(r"swath.workers.join (\S+) \d", seen)):
         line = trainer.stderr.readline()
         assert line, seen
         seen += line

@@ -132,7 +132,7 @@ def test_a_job_ends_if_one_of_its_workers_cannot_join():
 
 def test_a_job_that_never_starts_is_cancelled(slurm, tmp_path, caplog):
     later = {"slurm_additional_parameters": {"begin": "now+1hour"}}
-    with pytest.raises(WorkerError, match=r"not come within 4 s \(launch_timeout\)"):
+    with pytest.raises(WorkerError, match=r"not connected within 4 s \(launch_timeout\)"):
         make([CountingEnv] * 2, folder=tmp_path, conf=later, launch_timeout=4)
     assert slurm.gone()
     assert len(re.findall(r"job \d+ never started: PENDING \(BeginTime\)", caplog.text)) == 2

@@ -17,6 +17,7 @@ from swath.errors import DamagedFileError, UsageError
 from swath.testing import CountingEnv, check_transitions
 
 WRITE = """
+from swath.preload import preload; preload()
 import os, signal, sys
 from swath.collectors import Collector
 from swath.data import DatasetWriter

@@ -66,8 +66,9 @@ class Backend:
 
     @property
     def header(self) -> str:
-        """Lines with which a script has `backend`, too."""
+        """Lines with which a script has `backend`, too, and the imports that it needs, quickly."""
         return (
             f"import sys; sys.path += {sys.path}\n"
+            "from swath.preload import preload; preload()\n"
             f"from backend_kit import Backend; backend = Backend({self.name!r})\n"
         )

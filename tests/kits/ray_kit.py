@@ -68,11 +68,16 @@ def warm_workers() -> Iterator[None]:
 
 
 def leave() -> None:
-    """End the cluster of this process, if it has one, and the server of its workers."""
-    global _warm
+    """End the cluster of this process, if it has one; the server of workers stays for the next."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         end(ray.shutdown)
+
+
+def close() -> None:
+    """End the cluster of this process and the server of its workers."""
+    global _warm
+    leave()
     if _warm is not None:
         _warm.close()
         _warm = None

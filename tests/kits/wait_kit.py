@@ -6,8 +6,11 @@ the clock may be the first to run after that, and would report what had no chanc
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 
 def comes_true(told: Callable[[], object], within: float = 20.0, every: float = 0.01) -> bool:
@@ -29,6 +32,13 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: Iterable[int], within: float = 20.0) -> bool:
-    """Wait until these processes have ended."""
+    """Wait until these processes have ended; pytest shows what those that have not are doing."""
     pids = list(pids)
-    return comes_true(lambda: not any(map(alive, pids)), within)
+    if comes_true(lambda: not any(map(alive, pids)), within):
+        return True
+    for pid in filter(alive, pids):
+        with contextlib.suppress(OSError):
+            for name in ("status", "wchan", "stack", "cmdline"):
+                text = Path(f"/proc/{pid}/{name}").read_text().replace("\0", " ")
+                sys.stderr.write(f"-- {name} of process {pid}\n{text}\n")
+    return False

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+QUICK = Path(__file__).with_name("quick.py")
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
@@ -29,8 +30,11 @@ def needs(world: str, request: pytest.FixtureRequest) -> None:
     pytest.skip(reason)
 
 
-def run(world: list[str], script: Path, *arguments: str, seconds: float = 220):
-    """Run a script with all its ranks; return the exit code and what was written."""
+def run(world: list[str], script: Path, *arguments: str, seconds: float = 220, quick: bool = True):
+    """Run a script with all its ranks; return the exit code and what was written.
+
+    Unless they import what they need in a way of their own, all ranks do so quickly.
+    """
     paths = [str(ROOT / "src"), str(ROOT / "tests/kits"), str(script.parent)]
     environ = {
         **os.environ,
@@ -42,7 +46,7 @@ def run(world: list[str], script: Path, *arguments: str, seconds: float = 220):
         "OMPI_MCA_btl_tcp_if_include": "lo",
     }
     with subprocess.Popen(
-        [*world, str(script), *arguments],
+        [*world, *([str(QUICK)] if quick else []), str(script), *arguments],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

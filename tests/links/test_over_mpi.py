@@ -35,7 +35,8 @@ def told(request, tmp_path_factory):
     report = tmp_path_factory.mktemp("mpi") / "report.xml"
     arguments = [str(HERE / "test_contract.py"), "--color=no", f"--junit-xml={report}"]
     arguments.append("--timeout=180")  # the first waits until the ranks have imported torch
-    _, out = run(mpirun(DEATHS + 2, *FLAGS), HERE / "contract_ranks.py", *arguments, seconds=400)
+    script = HERE / "contract_ranks.py"
+    _, out = run(mpirun(DEATHS + 2, *FLAGS), script, *arguments, seconds=400, quick=False)
     assert report.exists(), out
     cases = defaultdict(list)
     for case in xml.parse(report).iter("testcase"):

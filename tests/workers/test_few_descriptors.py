@@ -8,6 +8,7 @@ import sys
 import pytest
 
 SCRIPT = """
+from swath.preload import preload; preload()
 import gc, logging, os, resource, sys, time, warnings
 warnings.simplefilter("ignore")
 logging.getLogger("swath").setLevel("ERROR")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from swath.cli import main
-from swath.collectors import Collector
+from swath.collectors import MultiSyncCollector
 from swath.collectors.distributed import RayCollector
 from swath.data import load_dataset
 from swath.errors import UsageError
@@ -67,7 +67,7 @@ def test_options_of_ray_are_checked_where_they_are_given():
         with pytest.raises(UsageError, match=words):
             RayCollector([CountingEnv] * 2, frames_per_batch=10, **options)
     with pytest.raises(UsageError, match="has no option 'num_collectors': it is for RayCollector"):
-        Collector(CountingEnv, frames_per_batch=10, num_collectors=2)
+        MultiSyncCollector(CountingEnv, frames_per_batch=10, num_collectors=2)
 
 
 def test_the_cluster_that_is_used_is_the_one_that_was_meant(cluster):

@@ -6,26 +6,28 @@ import functools
 
 import multi_kit as kit
 import pytest
-from ray_kit import LEAN, end, warm_workers
+from ray_kit import LEAN, end, leave, warm_workers
 
 from swath.collectors.distributed import RayCollector
 from swath.data import RayReplayBuffer
 from swath.testing import CountingEnv, check_transitions
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("no_cluster"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes():
-    """A cluster with a head, which has no room for actors, and a function to add a node."""
+    """A cluster with a head, which has no room for actors, and functions to add nodes."""
     from ray.cluster_utils import Cluster
 
     import ray
 
+    def two():
+        while len(cluster.worker_nodes) < 2:
+            cluster.add()
+        return list(cluster.worker_nodes)
+
+    leave()
     small = {"object_store_memory": 128 << 20, "include_dashboard": False}
     with warm_workers():
         cluster = Cluster(True, head_node_args={"num_cpus": 0, "resources": {"head": 1}, **small})
@@ -33,6 +35,7 @@ def nodes():
         cluster.add = lambda: cluster.add_node(
             num_cpus=1, resources={"edge": 1}, object_store_memory=128 << 20
         )
+        cluster.two = two
         yield cluster
         end(ray.shutdown)
         end(cluster.shutdown)
@@ -40,8 +43,7 @@ def nodes():
 
 @pytest.mark.usefixtures("far")
 def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
-    nodes.add()
-    second = nodes.add()
+    _, second = nodes.two()
     policy, batches = kit.Telling(), []
 
     def collect_until(condition):
@@ -76,8 +78,7 @@ def test_a_node_dies_another_comes_and_the_run_goes_on(nodes):
 
 @pytest.mark.usefixtures("far")
 def test_rollouts_weights_and_replayed_frames_cross_nodes(nodes):
-    nodes.add()
-    nodes.add()
+    nodes.two()
     with RayReplayBuffer(
         2000, batch_size=16, remote_config={"num_cpus": 0, "resources": {"head": 1}}
     ) as buffer:

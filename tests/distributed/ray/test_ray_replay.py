@@ -339,8 +339,7 @@ def test_a_buffer_that_was_sent_elsewhere_keeps_its_cluster(cluster):
 
 
 SCRIPT = """
-from swath.preload import preload
-preload()
+from swath.preload import preload; preload()
 import gc, time
 import ray
 from swath.collectors.distributed import RayCollector

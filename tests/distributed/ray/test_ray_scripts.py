@@ -18,8 +18,7 @@ from wait_kit import comes_true
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SCRIPT = """
-from swath.preload import preload
-preload()
+from swath.preload import preload; preload()
 import os, sys, time
 from ray_kit import descendants as everyone
 from swath.collectors.distributed import RayCollector

@@ -28,7 +28,6 @@ def address():
         cluster = Cluster(initialize_head=True, head_node_args=small)
     yield cluster.address
     end(cluster.shutdown)
-    leave()
 
 
 class Ray:
