@@ -267,8 +267,8 @@ def info(
 ) -> int:
     """Describe a dataset: frames, keys, episodes.
 
-    DIR is what swath collect --out has written, or the directory of a
-    ReplayBuffer. With --verify, a file that was changed after it was written is
+    DIR is what swath collect --out has written, in either format, or the
+    directory of a ReplayBuffer. With --verify, a file that was changed after it was written is
     named, and the exit code is 1.
     """
     from swath.data import describe
