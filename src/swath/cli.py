@@ -280,9 +280,9 @@ def info(
 ) -> int:
     """Describe a dataset: frames, keys, episodes.
 
-    DIR was written by swath collect --out, or is the directory of a
-    ReplayBuffer. With --verify, swath names the first file that was changed
-    after it was written, and the exit code is 1.
+    DIR was written by swath collect --out, in either format, or is the
+    directory of a ReplayBuffer. With --verify, swath names the first file
+    that was changed after it was written, and the exit code is 1.
     """
     from swath.data import describe
     from swath.data.datasets import verify_dataset

@@ -41,6 +41,7 @@ from swath.data.files import (
 )
 from swath.data.frames import check_fit, flat, frames_of
 from swath.data.ledger import LEDGER, read_stamps
+from swath.data.minari_paths import minari_dataset_in
 from swath.errors import ClosedError, UsageError
 from swath.system import lock_directory
 from swath.tree import Key, nest
@@ -245,6 +246,8 @@ def described(directory: str | Path, verify: bool = False) -> Description:
     path = Path(directory)
     if not (path / ABOUT).exists():
         reason = f"it has no {ABOUT}" if path.is_dir() else "there is no such directory"
+        if minari_dataset_in(path) is not None:
+            reason += f", but there is a Minari dataset: read_minari({str(directory)!r}) reads it"
         if partial_of(path).is_dir():
             reason += (
                 f", but {partial_of(path)} exists: its writer still runs, or was killed. If it "

@@ -13,7 +13,7 @@ from swath.errors import UsageError
 from swath.rollout import keys
 from swath.tree import Key, key_name
 
-__all__ = ["Like", "check_fit", "flat", "frames_of", "leaves"]
+__all__ = ["Like", "check_fit", "flat", "frames_of", "in_words", "leaves"]
 
 
 class Like(Protocol):
@@ -56,6 +56,14 @@ def leaves(
                 "swath.collectors.utils.restore_next)."
             )
     return found
+
+
+def in_words(columns: Mapping[Key, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of a frame of each column by its name, as users write them."""
+    return {
+        key_name(key): (str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
+        for key, value in columns.items()
+    }
 
 
 def check_fit(known: Mapping[Key, Like], values: Mapping[Key, torch.Tensor], dims: int) -> None:

@@ -22,7 +22,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from swath.data.datasets import DatasetWriter, load_dataset, partial_of
+from swath.data.frames import in_words, leaves
+from swath.data.minari_paths import minari_dataset_in
 from swath.errors import DamagedFileError, UsageError
+from swath.observe import Episodes
 from swath.rollout import keys
 from swath.tree import (
     Key,
@@ -35,7 +38,7 @@ from swath.tree import (
     observation_leaves,
 )
 
-__all__ = ["MinariWriter", "minari_id", "read_minari"]
+__all__ = ["MinariWriter", "describe_minari", "minari_id", "read_minari"]
 
 _VARIABLE = "MINARI_DATASETS_PATH"
 _REMINDERS = r"`\w+` is set to None|env_spec is None"
@@ -111,14 +114,12 @@ def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[T
     Minari's files are JSON and HDF5, in which nothing is pickled.
 
     Args:
-        dataset: Its id, or what `minari.load_dataset` returned.
-        directory: Directory in which to look for it; by default that of Minari's datasets.
+        dataset: Its id, a directory that holds it, as `MinariWriter` writes it, or what
+            `minari.load_dataset` returned.
+        directory: Directory in which to look for an id; by default that of Minari's datasets.
     """
-    minari = _import_minari()
-    if isinstance(dataset, str):
-        root = contextlib.nullcontext() if directory is None else _minari_root(Path(directory))
-        with root, _readable(dataset):
-            dataset = minari.load_dataset(dataset)
+    if isinstance(dataset, (str, Path)):
+        dataset = _loaded(dataset, directory)
     observations = observation_leaves(dataset.observation_space)
     actions = action_leaves(dataset.action_space)
     for episode in _episodes_of(dataset):
@@ -129,6 +130,46 @@ def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[T
         for leaf in actions:
             columns[leaf.key] = np.asarray(fetch(episode.actions, leaf.path), leaf.dtype)
         yield _trajectory(columns, episode)
+
+
+def _loaded(name: str | Path, directory: str | Path | None) -> Any:
+    """Return the `MinariDataset` of an id or of a path."""
+    minari = _import_minari()
+    folder = minari_dataset_in(name) if directory is None else None
+    if folder is None and isinstance(name, Path):
+        raise UsageError(f"there is no Minari dataset in {name} or below it.")
+    root = contextlib.nullcontext() if directory is None else _minari_root(Path(directory))
+    with root, _readable(str(name)):
+        return (
+            minari.load_dataset(name) if folder is None else minari.MinariDataset(folder / "data")
+        )
+
+
+def describe_minari(folder: Path) -> dict[str, Any]:
+    """Describe a Minari dataset as `swath.data.describe` does; all of it is read."""
+    dataset = _loaded(folder, None)
+    spec, told = dataset.spec, Episodes(0)
+    form: dict[Key, torch.Tensor] = {}
+    frames = 0
+    for episode in read_minari(dataset):
+        frames += len(episode)
+        told.record([(float(episode[keys.REWARD].double().sum()), len(episode))])
+        form = form or leaves(episode[:1])
+    about = {
+        "format": "minari",
+        "dataset_id": spec.dataset_id,
+        "env_id": None if spec.env_spec is None else spec.env_spec.id,
+        "policy": dataset.storage.metadata.get("algorithm_name"),
+    }
+    return {
+        "frames": frames,
+        "capacity": None,
+        "bytes": frames * sum(value.nbytes for value in form.values()),
+        "keys": in_words(form),
+        "about": about,
+        "trajectories": dataset.total_episodes,
+        **told.as_dict(),
+    }
 
 
 def _episodes_of(dataset: Any) -> Iterator[Any]:

@@ -33,7 +33,8 @@ def recover_dataset(directory: str | Path) -> int:
     partial = partial_of(path)
     if not (partial / UNFINISHED).exists():
         found = "has no frames" if partial.is_dir() else "does not exist"
-        raise UsageError(f"{partial} {found}: there is nothing to recover.")
+        delete = " Delete it." if partial.is_dir() else ""
+        raise UsageError(f"{partial} {found}: there is nothing to recover.{delete}")
     try:
         let_go = lock_directory(partial)
     except BlockingIOError:

@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 
 from swath.data.datasets import described, opened
-from swath.data.frames import leaves
+from swath.data.files import ABOUT
+from swath.data.frames import in_words, leaves
+from swath.data.minari import describe_minari
+from swath.data.minari_paths import minari_dataset_in
 from swath.observe import Episodes
 from swath.rollout import keys
-from swath.tree import key_name
 
 __all__ = ["describe"]
 
 
 def describe(directory: str | Path) -> dict[str, Any]:
-    """Describe a dataset, or the directory of a `ReplayBuffer`, as a dict.
+    """Describe a dataset, also one of Minari's, or the directory of a `ReplayBuffer`, as a dict.
 
     Returns:
         `"frames"`, `"capacity"` (None unless a buffer's), `"bytes"`, `"keys"` (dtype and shape by
@@ -25,6 +27,9 @@ def describe(directory: str | Path) -> dict[str, Any]:
         `"episodes"`, `"return"` and `"length"`. A full buffer has lost the first frames of its
         oldest trajectories, which then look shorter than they were.
     """
+    folder = None if (Path(directory) / ABOUT).exists() else minari_dataset_in(directory)
+    if folder is not None:
+        return describe_minari(folder)
     found = described(directory)
     data, rows = opened(found)
     about = {name: value for name, value in found.about.items() if name != "frames"}
@@ -34,10 +39,7 @@ def describe(directory: str | Path) -> dict[str, Any]:
         "frames": len(rows),
         "capacity": about.pop("capacity", None),
         "bytes": size * len(rows),
-        "keys": {
-            key_name(key): (str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
-            for key, value in columns.items()
-        },
+        "keys": in_words(columns),
         "about": about,
         **_episodes(columns, np.asarray(rows)),
     }
