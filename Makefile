@@ -77,7 +77,7 @@ changelog:                              ## move changes/ to CHANGELOG.md; VERSIO
 
 size:                                   ## lines of the package; a ceiling that is raised on purpose
 	@find src/swath -name '*.py' | xargs wc -l | awk '$$2 == "total" { print "src/swath: " $$1 " lines"; \
-	  if ($$1 > 29700) exit 1 }'
+	  if ($$1 > 29950) exit 1 }'
 
 # One stamp per set of packages, made again when the declarations change.
 $(VENV)/pyvenv.cfg:
