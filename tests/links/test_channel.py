@@ -14,8 +14,8 @@ from sealed_kit import sealed_pair
 from swath.links import channel
 from swath.links.channel import Channel, StalledError, close_all
 
-NO_FILES = ("files", "only_a_part", "wait_for_the_end")
-"""Parts of the names of tests of what connections with TLS do not have."""
+UNIX_ONLY = ("files", "only_a_part", "wait_for_the_end", "its_reader_has_ended")
+"""Parts of the names of tests of what TCP connections with TLS do not have, or learn later."""
 
 
 @pytest.fixture(params=["plain", "sealed"])
@@ -23,7 +23,7 @@ def ends(request):
     if request.param == "plain":
         ours, theirs = Channel.pair()
         other = Channel(theirs)
-    elif any(part in request.node.name for part in NO_FILES):
+    elif any(part in request.node.name for part in UNIX_ONLY):
         pytest.skip("of sockets without TLS")
     else:
         ours, other = sealed_pair()

@@ -32,7 +32,9 @@ def on_device(nbytes: int) -> DeviceMemory:
 
 
 MEMORIES = {"heap": HeapMemory, "shared": SharedMemory, "device": on_device}
-of_every_memory = pytest.mark.parametrize("memory", MEMORIES)
+of_every_memory = pytest.mark.parametrize(
+    "memory", ["heap", pytest.param("shared", marks=pytest.mark.processes), "device"]
+)
 
 
 def make_pool(keep: int = 4, memory: str = "heap") -> SlabPool:
@@ -193,7 +195,9 @@ def _received(data):
 
 
 @of_every_memory
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [*list(WAYS)[:2], pytest.param("to a process", marks=pytest.mark.processes)]
+)
 def test_what_was_saved_or_sent_is_the_same_and_holds_nothing(memory, way):
     pool, (write, read) = make_pool(memory=memory), WAYS[way]
     slab = pool.take()
