@@ -248,6 +248,8 @@ def test_texts_reach_into_workers(kind):
             "env.told", list_of_args=[(1,), (3,)], list_of_kwargs=[{"two": 2}, {"two": 4}]
         ) == [(1, 2), (3, 4)]
         assert collector.map_fn("replay_buffer.__len__") == [0, 0]
+        assert collector.map_fn("worker_idx") == [0, 1]
+        assert collector.map_fn("env.name") == ["a counting env"] * 2
         assert [row["frames"] for row in collector.map_fn("stats")] == [0, 0]
         assert collector.map_fn("get_policy_version") == [0, 0]
         assert collector.map_fn(lambda about: about.worker) == [0, 1]

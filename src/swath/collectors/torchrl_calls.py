@@ -351,7 +351,9 @@ class _Asked:
         """Follow the path from a value, and call what is there if that is asked for."""
         for name in names:
             value = getattr(value, name)
-        return value(*self.args, **self.kwargs) if self.called else value
+        if not self.called or not (callable(value) or self.args or self.kwargs):
+            return value  # an attribute was asked for, though by the name of a call
+        return value(*self.args, **self.kwargs)
 
 
 def _env_among(envs: Sequence[Any]) -> Any:
