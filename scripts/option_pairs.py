@@ -271,9 +271,9 @@ def section(owner: str, found: dict[tuple[str, ...], str]) -> str:
     known = Counter(found.values())["known"]
     lines += [f"{works} of {len(pairs)} pairs work; the others are refused as said above."]
     if owner in CLUSTER:
-        tried = "both are" if owner in _SLOW_TO_START else "one is"
+        tried = "neither is" if owner in _SLOW_TO_START else "one is not"
         lines += [
-            f"These are the pairs of which {tried} not an option of `MultiSyncCollector` or "
+            f"These are the pairs of which {tried} an option of `MultiSyncCollector` or "
             "`MultiAsyncCollector`, whose sections have the others."
         ]
     slow = [f"`{name}`" for name in _SLOW_IN_WORKERS if (name,) in found]
