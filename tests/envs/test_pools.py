@@ -114,7 +114,7 @@ def test_envpool_cannot_be_pickled_and_that_is_said(make_pool):
         collector.next()
         with pytest.warns(UserWarning, match="cannot be pickled.*starts new episodes"):
             state = collector.state_dict()
-        with pytest.warns(UserWarning, match="holds no envs"):
+        with pytest.warns(UserWarning, match="has no envs"):
             collector.load_state_dict(state)
         start = collector.next()["observation"][:, 0]
     assert (start.abs() <= 0.05).all()

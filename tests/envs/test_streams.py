@@ -283,7 +283,7 @@ def test_envs_that_cannot_be_pickled_start_new_episodes_and_that_is_said(make, r
         first = collector.next().clone()
         with pytest.warns(UserWarning, match=rf"cannot be pickled \(.*({reason}).*new episodes"):
             state = collector.state_dict()
-        with pytest.warns(UserWarning, match="holds no envs"):
+        with pytest.warns(UserWarning, match="has no envs"):
             collector.load_state_dict(state)
         second = collector.next()
     check_transitions(first)

@@ -69,12 +69,12 @@ def with_extra(name: Any, value: Any) -> Callable[[Any], Any]:
         (lambda x: {"logits": x}, 3, None, r"returned no 'action'; it returned \[\"'logits'\"\]"),
         (lambda x: {"a": zeros(3)(x)}, 3, PAIR, r"returned no \('action', 'b'\); it returned"),
         (lambda x: zeros(3)(x), 3, PAIR, r"returned no \('action', 'a'\); it returned \[\]"),
-        (lambda x: zeros(2, 3)(x), 2, spaces.Tuple([TORQUE] * 2), r"gives no \('action', '0'\)"),
+        (lambda x: zeros(2, 3)(x), 2, spaces.Tuple([TORQUE] * 2), r"returned no \('action', '0'\)"),
         (
             lambda x: torch.tensor([300]),
             None,
             spaces.Box(-99, 99, (1,), np.int8),
-            r"'action' has numbers that torch.int8 does not hold, 300 to 300",
+            r"'action' has numbers that do not fit into torch.int8, 300 to 300",
         ),
         (lambda x: None, None, None, r"'action' is None, of type NoneType; numbers are needed"),
         (
@@ -245,7 +245,7 @@ CHANGES: dict[str, tuple[Any, Any, Any, str]] = {
         valued,
         lambda x: {"action": discrete(x)},
         None,
-        r"another form .*'value'",
+        r"differs from its first call.*'value'",
     ),
     "no dict": (valued, discrete, None, r"returned a Tensor that differs from its first call"),
 }
