@@ -8,12 +8,11 @@ from the memory map, so that a dataset larger than memory can be made.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +99,8 @@ class MinariWriter(DatasetWriter):
                 observation_space=env.observation_space,
                 action_space=env.action_space,
                 algorithm_name=self._policy,
-                **_pixels_as_they_are(self._minari.create_dataset_from_buffers),
+                jpeg_encoding=False,  # the default would change the pixels
             )
-
-
-def _pixels_as_they_are(create: Callable[..., Any]) -> dict[str, bool]:
-    """Return the option without which newer versions of Minari change pixels; 0.5.3 has none."""
-    known = inspect.signature(create).parameters
-    return {"jpeg_encoding": False} if "jpeg_encoding" in known else {}
 
 
 def read_minari(dataset: Any, directory: str | Path | None = None) -> Iterator[TensorDict]:
