@@ -363,6 +363,7 @@ def test_slices_do_not_jump_over_frames_that_were_refused_after_a_load_either() 
     assert set(batch["time"][:, 0].tolist()) == {0, 1, 8, 9}
 
 
+@pytest.mark.processes
 def test_slices_are_right_whoever_wrote_and_whichever_sampler_they_have() -> None:
     """Who attached before slices were wanted keeps count of trajectories from then on, too."""
     maker = ReplayBuffer(60, storage="shared")
@@ -380,6 +381,7 @@ def test_slices_are_right_whoever_wrote_and_whichever_sampler_they_have() -> Non
     assert len(torch.unique(batch["collector", "traj_ids"])) == 4
 
 
+@pytest.mark.processes
 def test_a_writer_elsewhere_continues_nothing_across_a_state_that_was_loaded() -> None:
     """The number of its last frame is that of another one now."""
     sampler = SliceSampler(slice_len=3)
@@ -401,6 +403,7 @@ def test_a_prioritized_buffer_that_was_never_drawn_from_is_restored() -> None:
     assert set(check(other.sample()).tolist()) == set(range(10))
 
 
+@pytest.mark.processes
 def test_slices_of_a_collector_and_of_a_restored_buffer(tmp_path) -> None:
     def fresh(**options: object) -> ReplayBuffer:
         sampler = SliceSampler(slice_len=20)

@@ -91,6 +91,7 @@ def test_cpus_are_counted_with_what_the_platform_has(tmp_path, monkeypatch):
     assert system.usable_cpus(tmp_path) == 7
 
 
+@pytest.mark.processes
 def test_a_parallel_env_spins_on_no_more_cpus_than_its_quota_allows(monkeypatch):
     from swath.envs import ParallelEnv
     from swath.testing import CountingEnv

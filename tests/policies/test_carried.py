@@ -212,6 +212,7 @@ class WithWeights(Counting):
         self.net = net()
 
 
+@pytest.mark.processes
 def test_each_worker_has_its_own_and_a_resume_gives_it_back():
     make = functools.partial(SerialEnv, 2, functools.partial(CountingEnv, MANY))
     options = {"frames_per_batch": 20, "seed": 0, "cat_results": "stack"}

@@ -103,6 +103,7 @@ def test_all_else_that_it_writes_is_stored():
     assert "_secret" not in data.keys()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("given", ["policy", "factory"])
 def test_in_workers_too(given):
     make = functools.partial(make_envs, 2)
@@ -210,7 +211,7 @@ def test_one_that_takes_a_tensor_is_told_how_to_ask_for_a_tensordict():
         make_collector(policy)
 
 
-@pytest.mark.parametrize("workers", [False, True])
+@pytest.mark.parametrize("workers", [False, pytest.param(True, marks=pytest.mark.processes)])
 def test_a_trusted_policy_gets_one_whatever_its_argument_is_called(workers):
     def policy(state):
         return in_place(state)
