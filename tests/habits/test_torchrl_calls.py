@@ -268,7 +268,7 @@ def test_texts_reach_into_workers(kind):
             collector.getattr_env("nothing")
         with pytest.raises(UsageError, match="list_of_args must have 2 entries, one for each work"):
             collector.map_fn("get_distant_attr", list_of_args=[("worker_idx",)])
-        with pytest.raises(UsageError, match="the same length; got .1, 2."):
+        with pytest.raises(UsageError, match=r"the same length; got \[1, 2\]"):
             collector.map_fn("env.told", list_of_args=[()], list_of_kwargs=[{}, {}])
         assert check_transitions([collector.rollout()])  # they are well
 
