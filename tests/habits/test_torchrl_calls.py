@@ -16,6 +16,7 @@ from torch import nn
 
 from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from swath.collectors.torchrl_attributes import ATTRIBUTES
+from swath.collectors.torchrl_calls import ARGUMENTS
 from swath.data import ReplayBuffer
 from swath.envs import SerialEnv
 from swath.errors import UsageError
@@ -225,6 +226,13 @@ def test_the_rows_of_workers_are_plain_numbers_when_asked_for():
             collector.stats(worker="both")
 
 
+def test_rays_statistics_have_the_frames_of_all_workers():
+    row = next(one for one in ARGUMENTS if one.name == "stats" and "RayCollector" in one.owners)
+    plain = {"frames": 30, "per_worker": [{"worker": 0, "frames": 20}, {"worker": 1, "frames": 15}]}
+    told = row.call(None, lambda: plain, workers="both", timeout=1.0)
+    assert (told["worker_frames"], told["worker_1/frames"], told["frames"]) == (35, 15, 30)
+
+
 class Named(CountingEnv):
     """An env that has something to tell."""
 
@@ -260,6 +268,8 @@ def test_texts_reach_into_workers(kind):
             collector.getattr_env("nothing")
         with pytest.raises(UsageError, match="list_of_args must have 2 entries, one for each work"):
             collector.map_fn("get_distant_attr", list_of_args=[("worker_idx",)])
+        with pytest.raises(UsageError, match=r"the same length; got \[1, 2\]"):
+            collector.map_fn("env.told", list_of_args=[()], list_of_kwargs=[{}, {}])
         assert check_transitions([collector.rollout()])  # they are well
 
 

@@ -216,8 +216,9 @@ def _stats(
 
 
 def _ray_stats(collector: Any, call: Callable[[], dict[str, Any]], *args: Any, **more: Any) -> Any:
-    stats = _stats(collector, call, *args, **more)
-    return {**stats, "worker_frames": sum(row["frames"] for row in call()["per_worker"])}
+    plain = call()
+    frames = sum(row["frames"] for row in plain["per_worker"])
+    return {**_stats(collector, lambda: plain, *args, **more), "worker_frames": frames}
 
 
 def _drop(method: str, more: dict[str, Any], *names: str) -> None:
