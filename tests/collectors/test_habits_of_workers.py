@@ -86,7 +86,7 @@ def test_env_objects_that_cannot_travel_are_refused_with_the_way():
         MultiSyncCollector([Locked()], frames_per_batch=10)
     with contextlib.closing(ParallelEnv(2, "CartPole-v1")) as parallel:
         with pytest.raises(
-            UsageError, match=r"create_env_fn cannot be sent.*the callable that makes"
+            UsageError, match=r"create_env_fn cannot be sent.*the function that makes"
         ):
             MultiSyncCollector([parallel], frames_per_batch=10)
 

@@ -577,7 +577,7 @@ def test_policy_factories_one_or_a_list():
         [kit.wide] * 2, frames_per_batch=10, policy_factory=factories
     ) as collector:
         assert collector.next()["action"][:, 0].tolist() == [3, 4]
-        with pytest.raises(UsageError, match="policy_factory, so there is nothing here to publish"):
+        with pytest.raises(UsageError, match="policy_factory, so this process has no policy"):
             collector.update_policy_weights_()
         collector.update_policy_weights_(kit.Telling(6))
         assert (collector.next()["action"] == 6).all()
@@ -713,10 +713,18 @@ def test_bad_input_is_refused_at_construction():
 
 def test_options_of_another_delivery_are_refused():
     for kind, name, message in (
-        (MultiSyncCollector, "max_lag", "no option 'max_lag': .*it is for MultiAsyncCollector"),
+        (
+            MultiSyncCollector,
+            "max_lag",
+            "no option 'max_lag': .*the option is for MultiAsyncCollector",
+        ),
         (MultiAsyncCollector, "collect_ahead", "no option .*it is for MultiSyncCollector"),
-        (MultiAsyncCollector, "cat_results", "cat_results=1: a batch is of one worker"),
-        (AsyncCollector, "num_workers", "no option .*it is for MultiAsyncCollector"),
+        (
+            MultiAsyncCollector,
+            "cat_results",
+            "cat_results=1: a batch holds the rollout of one worker",
+        ),
+        (AsyncCollector, "num_workers", "no option .*use MultiAsyncCollector"),
     ):
         with pytest.raises(UsageError, match=message):
             kind([CountingEnv], frames_per_batch=10, **{name: 1})

@@ -191,7 +191,7 @@ def test_a_state_that_is_damaged_or_old_changes_nothing_and_says_so():
         torn = {**state, "collector": state["collector"][:-9]}
         with pytest.raises(UsageError, match=r"cannot be read .*only states that you trust"):
             collector.load_state_dict(torn)
-        with pytest.raises(UsageError, match=r"format 1, .*; 2 is expected"):
+        with pytest.raises(UsageError, match=r"format 1, .*; format 2 is expected"):
             collector.load_state_dict({**state, "format": 1})
         assert not policy[0].weight.any()
         collector.load_state_dict(state)

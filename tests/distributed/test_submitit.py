@@ -166,7 +166,7 @@ def test_parameters_that_make_no_sense(conf, words, tmp_path):
 
 def test_without_submitit_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(UsageError, match=r"pip install swath\[slurm\]"):
+    with pytest.raises(UsageError, match=r"pip install 'swath\[slurm\]'"):
         make([CountingEnv], folder=tmp_path)
 
 

@@ -62,7 +62,7 @@ def test_options_of_ray_are_checked_where_they_are_given():
         ({"remote_configs": [{}] * 3}, "3 entries for 2 collectors"),
         ({"launcher": "mp"}, "has no option 'launcher'"),
         ({"num_collector": 2}, "Did you mean 'num_collectors'"),
-        ({"cat_results": 0}, "a batch is of one worker"),
+        ({"cat_results": 0}, "a batch holds the rollout of one worker"),
     ):
         with pytest.raises(UsageError, match=words):
             RayCollector([CountingEnv] * 2, frames_per_batch=10, **options)

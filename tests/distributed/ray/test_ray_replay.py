@@ -77,7 +77,7 @@ def test_actors_write_and_others_sample(cluster):
             stats = collector.stats()
             assert stats["frames"] == stats["replay"]["frames"] == 3000
             assert stats["replay"]["writer"] == "workers"
-            with pytest.raises(UsageError, match="draw from it"):
+            with pytest.raises(UsageError, match="draw batches from the buffer"):
                 collector.rollout()
         stats = buffer.stats()
         assert (stats["frames"], len(buffer)) == (3000, 3000)
