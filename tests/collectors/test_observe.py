@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 import re
 import time
 from pathlib import Path
@@ -161,6 +162,22 @@ def test_stats_are_plain_and_say_how_far_the_collection_is(kind):
     if kind != "alone":
         assert stats["workers"] == stats["workers_alive"] == len(stats["per_worker"])
         assert collector.stats()["workers_alive"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_count_of_workers_has_their_rows_where_they_were_at_first(kind):
+    with KINDS[kind]([CountingEnv] * 2, frames_per_batch=10) as collector:
+        collector.next()
+        stats = collector.stats()
+    assert [row["pid"] for row in stats["workers"]] == [row["pid"] for row in stats["per_worker"]]
+    assert stats["workers"][-1] is stats["per_worker"][-1]
+    assert len(stats["workers"]) == stats["workers"] == len(stats["per_worker"])
+    assert type(pickle.loads(pickle.dumps(stats))["workers"]) is int
+
+
+@pytest.mark.parametrize("kind", ["alone", *KINDS])
+def test_stats_know_of_no_end_where_there_is_none(kind):
+    make = {"alone": alone, **KINDS}[kind]
     with make([CountingEnv] * 2, frames_per_batch=10) as endless:
         assert endless.stats()["total_frames"] is None
         assert endless.stats()["completed"] is False

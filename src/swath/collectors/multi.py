@@ -28,7 +28,7 @@ from swath.collectors.torchrl_members import called_as_in_torchrl
 from swath.collectors.turns import between_batches
 from swath.errors import EnvError, PolicyError, UsageError
 from swath.links import pack, unpack
-from swath.observe import Episodes
+from swath.observe import CountOf, Episodes
 from swath.policies import policy_module
 from swath.workers.messages import (
     Acknowledge,
@@ -296,13 +296,14 @@ class MultiCollector(CrewedCollector):
             self._open_ids.pop(number, None)
 
     def _stats(self) -> dict[str, Any]:
+        rows = [self._about(number) for number in self._numbers]
         return {
             "time": self._shares.as_dict(),
             **self._episodes.as_dict(),
             "policy_version": self._version,
-            "workers": self.num_workers,
+            "workers": CountOf(rows),
             "workers_alive": len(self._crew.links),
-            "per_worker": [self._about(number) for number in self._numbers],
+            "per_worker": rows,
             "restarts": self._supervisor.restarts,
             "lost": {
                 "rollouts": self._supervisor.lost_rollouts,
