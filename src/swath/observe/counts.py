@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 __all__ = ["CountOf"]
+
+Row: TypeAlias = "Mapping[str, object]"
 
 
 class CountOf(int):
@@ -20,17 +22,17 @@ class CountOf(int):
         (True, 7)
     """
 
-    _rows: Sequence[Any]
+    _rows: Sequence[Row]
 
-    def __new__(cls, rows: Sequence[Any]) -> CountOf:
+    def __new__(cls, rows: Sequence[Row]) -> CountOf:
         count = super().__new__(cls, len(rows))
         count._rows = rows
         return count
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Row:
         return self._rows[index]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
 
     def __len__(self) -> int:
