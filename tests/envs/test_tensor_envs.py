@@ -325,7 +325,7 @@ def test_specs_become_spaces():
 def test_what_of_torchrl_has_no_form_here_is_refused():
     from torchrl import data
 
-    with pytest.raises(UsageError, match="a NonTensor at 'name', which is no tensor"):
+    with pytest.raises(UsageError, match="a NonTensor at 'name', which is not a tensor"):
         as_group(spec_env(name=data.NonTensor(shape=())))
     with pytest.raises(UsageError, match=r"'size' has shape \(-1, 2\), a size that changes"):
         as_group(spec_env(size=data.Unbounded((-1, 2))))

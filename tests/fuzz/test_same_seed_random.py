@@ -11,6 +11,7 @@ import explore_kit
 import fuzz_kit
 import pytest
 from model_kit import by_env, demand
+from telling_kit import ACTIONS_OF_GYMNASIUM, OF_GYMNASIUM
 
 pytestmark = pytest.mark.fuzz
 
@@ -35,8 +36,8 @@ def drawn(number: int) -> cases_kit.Case:
     envs = {
         "kind": "list",
         "counts": [count],
-        "form": r.choice(list(cases_kit.FORMS)),
-        "action": r.choice(list(cases_kit.ACTIONS)),
+        "form": r.choice(OF_GYMNASIUM),
+        "action": r.choice(ACTIONS_OF_GYMNASIUM),
         "longest": r.randint(1, 7),
         "time_limit": None if "max_frames_per_traj" in options else r.choice([None, 3]),
         "others": r.sample(_KINDS[1:], 2) + r.sample(["sync", "async", "one"], 1),

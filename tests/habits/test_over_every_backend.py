@@ -144,7 +144,7 @@ def test_mistakes_are_told_in_words(backend):
     def flat(observation):
         return observation.flatten(1).argmax(-1)
 
-    with pytest.raises(PolicyError, match=r"pass the env in a list, \[env\]"):
+    with pytest.raises(PolicyError, match=r"Pass the env in a list, \[env\]"):
         backend.sync(ENVS, flat, frames_per_batch=20)
     with backend.sync(ENVS, frames_per_batch=20, postproc=lambda batch: None) as collector:
         with pytest.raises(UsageError, match="postproc returned None; expected the batch"):

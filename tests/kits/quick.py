@@ -4,9 +4,10 @@ import sys
 
 from swath.preload import preload
 
-preload()
-sys.argv[:] = sys.argv[1:]
-__file__ = sys.argv[0]
-with open(__file__) as script:
-    program = compile(script.read(), __file__, "exec", dont_inherit=True)
-exec(program)
+if __name__ == "__main__":  # what collects doctests imports it, too
+    preload()
+    sys.argv[:] = sys.argv[1:]
+    __file__ = sys.argv[0]
+    with open(__file__) as script:
+        program = compile(script.read(), __file__, "exec", dont_inherit=True)
+    exec(program)
