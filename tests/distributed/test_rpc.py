@@ -39,7 +39,7 @@ def test_another_backend_changes_nothing():
 
 def test_what_rpc_cannot_do_is_refused_at_construction():
     for words, options in {
-        "nobody can come back": {"on_worker_failure": "restart"},
+        "a process cannot rejoin": {"on_worker_failure": "restart"},
         "tensorpipe_options are not accepted": {"tensorpipe_options": {"threads": 3}},
         "visible_devices has 1 entries for 2 workers": {"visible_devices": ["cuda:0"]},
     }.items():

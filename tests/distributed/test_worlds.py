@@ -37,7 +37,7 @@ def test_the_promises_hold_for_one_collector_after_the_other(world, backends, re
         "refused a connection from 127.0.0.1: it does not know the secret",
         "versions are right, a stranger was refused",
         "env: the env raised ZeroDivisionError: on purpose in step(); see the cause above [work",
-        "too many: 3 workers need 4 ranks, and 3 were started",
+        "too many: 3 workers need 4 ranks, but 3 were started",
         *(f"{backend}: all kept" for backend in backends.split()),
     ):
         assert words in out, out

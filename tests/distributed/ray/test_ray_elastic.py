@@ -129,7 +129,7 @@ def test_who_asks_everyone_is_told_of_one_without_a_place_and_the_run_goes_on(cl
     with RayCollector([CountingEnv], frames_per_batch=10, **options) as collector:
         collector.add_collectors(1)
         batches = [collector.next()]
-        with pytest.raises(WorkerError, match=r"worker 1 .* has found no place within 10 s"):
+        with pytest.raises(WorkerError, match=r"worker 1 .* was not scheduled within 10 s"):
             collector.map_fn(lambda worker: worker.worker)
         batches += [collector.next() for _ in range(10)]
         collector.remove_collectors(1)
