@@ -279,7 +279,7 @@ def gone(ray, name):
 
 def test_an_actor_that_finds_no_place_is_told_and_leaves_nothing_behind(cluster):
     greedy = {"num_cpus": 64, "resources": {"rare": 2}, "name": "greedy"}
-    needs = r"was not scheduled within 0.5 s .*'CPU': 64.*'rare': 2.*'8 of 8'.*'1 of 1'.*remote_config,"
+    needs = r"not scheduled within 0.5 s .*'CPU': 64.*'rare': 2.*'8 of 8'.*'1 of 1'.*remote_config,"
     with pytest.raises(WorkerError, match=needs):
         RayReplayBuffer(10, remote_config=greedy, launch_timeout=0.5)
     assert gone(cluster, "greedy")
