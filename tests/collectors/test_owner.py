@@ -210,6 +210,8 @@ def test_a_fork_is_refused_and_ends_nothing(kind):
         assert check_transitions(batches) == 40
 
 
+# Ray ends its cluster from any fork that ends as scripts do.
+@pytest.mark.usefixtures("no_cluster")
 def test_a_fork_that_ends_as_scripts_do_ends_nothing_of_its_parents():
     with (
         MultiSyncCollector([CountingEnv] * 2, frames_per_batch=20, seed=0) as collector,
