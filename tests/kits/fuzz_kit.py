@@ -442,7 +442,8 @@ class Run:
             demand(isinstance(root, error), f"{type(root)} is raised")
             self.do_partial(failed=True)
             self.model.note_failure()
-        FUSE.clear()
+        finally:  # what goes wrong here is no Ctrl-C in the next case
+            FUSE.clear()
 
     def do_reset(self) -> None:
         self.collector.reset()
