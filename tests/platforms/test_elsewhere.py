@@ -35,6 +35,8 @@ ON_LINUX = [
 @pytest.mark.parametrize(("module", "name"), ON_LINUX, ids=[name for _, name in ON_LINUX])
 def test_worker_processes_do_without_what_linux_alone_has(module, name, monkeypatch, tmp_path):
     monkeypatch.delattr(module, name, raising=False)
+    if name == "sched_getaffinity":  # which Python's own function asks
+        monkeypatch.delattr(os, "process_cpu_count", raising=False)
     buffer = ReplayBuffer(32, storage="memmap", directory=tmp_path / "buffer", batch_size=4)
     with (
         buffer,

@@ -55,6 +55,8 @@ META = "meta.json"
 _END = ".memmap"
 _RESERVED = ("shape", "device", "_type")
 """What META says of the folder itself."""
+_VERSION = "_format_version"
+"""What tensordict 0.15 and newer say of the format; a dict there is an entry of that name."""
 _KIND = str(TensorDict)
 _MOST = 1 << 62
 _DEEPEST = 64
@@ -248,6 +250,11 @@ def _read_folder(
     meta = read_json(path)
     folders.append(folder)
     shape, _, kind = (meta.pop(name, None) for name in _RESERVED)
+    if not isinstance(meta.get(_VERSION), dict) and meta.pop(_VERSION, 1) != 1:
+        raise UsageError(
+            f"{path} is in a format of tensordict that this version of swath does not know; "
+            "install a newer swath."
+        )
     if not _is_shape(shape, frames) or shape != [frames]:
         raise damaged(path, f"has shape={_short(shape)}", f"[{frames}] was expected, as in {ABOUT}")
     if kind != _KIND or len(above) > _DEEPEST:
