@@ -7,6 +7,7 @@ import torch
 
 from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from swath.collectors.utils import restore_next
+from swath.envs import ParallelEnv
 
 pytest.importorskip("torchrl.envs")
 kit = pytest.importorskip("kits.torchrl_kit")
@@ -238,6 +239,33 @@ def test_envs_that_ended_in_parts_are_stepped_no_more_on_demand():
     for name in kit.GROUPS:
         assert (data["next", name, "reward"][~mask] == 0).all()
         assert data["next", name, "age"][mask].max() == 7
+
+
+class EndsForGood(kit.Teams):
+    """Raises if it is stepped after its end."""
+
+    def __init__(self, life):
+        self.life, self.over = life, False
+        super().__init__()
+
+    def limits(self, name):
+        return torch.full_like(super().limits(name), self.life)
+
+    def _step(self, td):
+        assert not self.over, "it had ended"
+        after = super()._step(td)
+        self.over = bool(after["done"].any())
+        return after
+
+
+@pytest.mark.parametrize("group", [list, ParallelEnv])
+def test_an_env_that_ended_is_stepped_no_more_while_others_go_on(group):
+    makers = [lambda: EndsForGood(3), lambda: EndsForGood(8)]
+    envs = ParallelEnv(2, makers) if group is ParallelEnv else makers
+    options = {"frames_per_batch": 10, "reset_when_done": False}
+    with Collector(envs, kit.teams_policy(), **options) as collector:
+        data = torch.cat(list(collector), 1)
+    assert data["collector", "mask"].sum(1).tolist() == [3, 8]
 
 
 def make_teams():

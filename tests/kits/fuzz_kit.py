@@ -236,6 +236,7 @@ def promises_of(case: Case) -> Promises:
         marks=bool(get("set_truncated")),
         renews=bool(get("reset_when_done")),
         whole=whole,
+        all_whole=into_torchrl,
         padded=whole is not None and get("traj_format") != "cat" and not into_torchrl,
         split=bool(get("split_trajs")),
         mixes=get("cat_results") == -1

@@ -70,6 +70,8 @@ class Promises:
     renews: bool = True
     """An env that ended is reset."""
     whole: int | None = None
+    all_whole: bool = False
+    """All trajectories that are complete after a rollout come at once, instead of `whole`."""
     padded: bool = False
     split: bool = False
     mixes: bool = False
@@ -520,7 +522,7 @@ class Model:
         by_id: dict[int, list[Row]] = defaultdict(list)
         for row in rows:
             by_id[row.id].append(row)
-        many = self.promises.whole
+        many = len(by_id) if self.promises.all_whole else self.promises.whole
         demand(len(by_id) == many, f"{len(by_id)} whole trajectories; {many} were asked for")
         for traj_id, parts in by_id.items():
             steps = [row.step for row in parts]

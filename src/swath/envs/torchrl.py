@@ -175,6 +175,8 @@ class _BoundTorchRL:
 
     def step(self, t: int) -> Sequence[int]:
         group = self._group
+        if not len(group.live):  # all have ended, and envs in other groups go on
+            return ()
         try:
             after = group.advance([rows[t].clone() for rows in self._actions])
             live = group.live if len(group.live) < group.num_envs else None
