@@ -323,6 +323,22 @@ def test_who_samples_waits_for_a_writer_that_lives_beside_a_dead_one() -> None:
     assert not buffer._ring.is_being_written()
 
 
+def test_what_the_last_writer_wrote_while_it_was_asked_for_is_drawn(monkeypatch: Any) -> None:
+    """It may end between an attempt that was too early and the look whether somebody writes."""
+    buffer = ReplayBuffer(20, storage="shared", seed=0, min_size=4)
+    buffer.extend(numbered(0, 1))
+    buffer.fed = False
+    ring = buffer._ring
+
+    def ends() -> bool:
+        monkeypatch.undo()
+        buffer.extend(numbered(1, 4))
+        return False
+
+    monkeypatch.setattr(ring, "is_being_written", ends)
+    assert set(check(buffer.sample(8)).tolist()) <= set(range(5))
+
+
 @pytest.mark.parametrize("storage", ["memory", "shared", "memmap"])
 def test_a_thread_that_writes_is_alive_and_keeps_its_rows(storage: str, tmp_path: Any) -> None:
     directory = tmp_path / "files" if storage == "memmap" else None

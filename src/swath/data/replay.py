@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -355,27 +355,31 @@ class ReplayBuffer:
     def _drawn(self, size: int, check: Callable[[], None]) -> Any:
         """Wait until frames may be drawn, and return a batch of them."""
         wanted = Wanted(self.sampler.shape(size), size)
-        batch = self._draws.attempt(self._ring, wanted)
+
+        def attempt() -> Any:
+            return self._draws.attempt(self._ring, wanted)
+
+        batch = attempt()
         if batch is not None:
             return self._draws.finish(batch)
         self._check_possible(wanted.shape)
-        fed = self._is_fed()
-        if not fed:
-            check()  # a failure may be why
-            self._refuse_to_wait(wanted.shape)
+        more = self._may_get_more()
 
         def check_twice() -> None:
-            nonlocal fed
-            check()
-            if not fed:
+            nonlocal more
+            check()  # a failure may be why
+            if not more:
                 self._refuse_to_wait(wanted.shape)
-            fed = self._is_fed()  # if not, one more attempt shows whether the last frames sufficed
+            more = self._may_get_more()
 
-        batch = self._pace.until(
-            lambda: self._draws.attempt(self._ring, wanted),
-            check_twice,
-            lambda: f"for frames to draw: {self.stats()}",
-        )
+        # It is asked before each attempt, not after: the last writer may end between the two, and
+        # what it wrote is to be tried.
+        if not more and (batch := attempt()) is None:
+            check_twice()
+        if batch is None:
+            batch = self._pace.until(
+                attempt, check_twice, lambda: f"for frames to draw: {self.stats()}"
+            )
         return self._draws.finish(batch)
 
     def _check_possible(self, shape: tuple[int, ...]) -> None:
@@ -391,16 +395,19 @@ class ReplayBuffer:
         known = self.watch is not None or self.fed or self._pace.timeout is not None
         return known or bool(self._feeders) or (self._ring is not None and self._ring.is_fed())
 
-    def _refuse_to_wait(self, shape: tuple[int, ...]) -> None:
+    def _may_get_more(self) -> bool:
+        """Tell whether somebody may write more, or writes just now."""
         ring = self._ring
-        if ring is None or not ring.is_being_written():
-            raise UsageError(
-                f"{type(self.sampler).__name__} cannot draw {shape} from the {len(self)} frames "
-                f"of this buffer (min_size={self._pace.min_size}, "
-                f"samples_per_insert={self._pace.samples_per_insert}), and no writer is "
-                "registered that would add more. Call extend() or collector.start() first, or "
-                "give timeout= to wait for another thread."
-            )
+        return self._is_fed() or (ring is not None and ring.is_being_written())
+
+    def _refuse_to_wait(self, shape: tuple[int, ...]) -> NoReturn:
+        raise UsageError(
+            f"{type(self.sampler).__name__} cannot draw {shape} from the {len(self)} frames of "
+            f"this buffer (min_size={self._pace.min_size}, "
+            f"samples_per_insert={self._pace.samples_per_insert}), and no writer is registered "
+            "that would add more. Call extend() or collector.start() first, or give timeout= to "
+            "wait for another thread."
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Yield all frames that are here now once, in random order; the last batch is smaller."""
