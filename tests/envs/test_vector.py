@@ -85,6 +85,17 @@ def test_statistics_of_a_wrapper_stay_right_when_envs_are_reset_one_by_one(mode)
     assert list(env.return_queue) == returns
 
 
+def test_vector_envs_that_share_their_metadata_have_modes_of_their_own():
+    """As Gymnasium's do up to 1.3: there the mode of the last one would be that of all."""
+    modes = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+    envs = [SyncVectorEnv([CountingEnv] * 2, autoreset_mode=mode) for mode in modes]
+    for env in envs:
+        env.metadata = envs[-1].metadata
+    assert [as_group(env).mode for env in envs] == modes
+    with Collector(envs, frames_per_batch=120, seed=0) as collector:
+        assert check_transitions([collector.next()]) == 120
+
+
 def test_rows_in_which_a_stubborn_env_resets_are_masked():
     with Collector(Stubborn(3), frames_per_batch=3 * 40, seed=SEED) as collector:
         batches = [collector.next() for _ in range(3)]

@@ -168,7 +168,11 @@ def _check_outcome(name: str, value: Any) -> None:
 
 
 def _autoreset_mode(env: Any) -> AutoresetMode:
-    mode = env.metadata.get("autoreset_mode")
+    inner, mode = getattr(env, "unwrapped", env), env.metadata.get("autoreset_mode")
+    # Up to Gymnasium 1.3 vector envs share their metadata, which have the mode of the one that was
+    # made last. A wrapper that resets in its own way has metadata of its own.
+    if env.metadata is inner.metadata:
+        mode = getattr(inner, "autoreset_mode", mode)
     if mode is None:
         raise UsageError(
             f"{type(env).__name__}.metadata has no 'autoreset_mode', so swath cannot know when "
