@@ -374,6 +374,15 @@ def test_what_tensordict_itself_has_written_is_read(tmp_path: Path) -> None:
     assert check(found.exclude("nothing", "a b/c")).tolist() == list(range(CAPACITY))
 
 
+def test_what_newer_tensordicts_note_of_their_folders_is_passed_over(tmp_path: Path) -> None:
+    numbered(0, CAPACITY).memmap(tmp_path / "data")
+    for path in (tmp_path / "data").rglob("meta.json"):
+        notes = {"_format_version": 1, "_class": "tensordict:TensorDict"}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **notes}))
+    (tmp_path / "data/swath.json").write_text(json.dumps({"swath": "0.1.0", "frames": CAPACITY}))
+    assert check(load_dataset(tmp_path / "data")).tolist() == list(range(CAPACITY))
+
+
 @pytest.mark.parametrize("key", ["shape", ("next", "device"), ("_type", "x")])
 def test_a_key_that_metadata_needs_itself_is_refused(key: Any, tmp_path: Path) -> None:
     batch = TensorDict({key: torch.zeros(3)}, [3])

@@ -55,8 +55,6 @@ META = "meta.json"
 _END = ".memmap"
 _RESERVED = ("shape", "device", "_type")
 """What META says of the folder itself."""
-_VERSION = "_format_version"
-"""What tensordict 0.15 and newer say of the format; a dict there is an entry of that name."""
 _KIND = str(TensorDict)
 _MOST = 1 << 62
 _DEEPEST = 64
@@ -250,11 +248,6 @@ def _read_folder(
     meta = read_json(path)
     folders.append(folder)
     shape, _, kind = (meta.pop(name, None) for name in _RESERVED)
-    if not isinstance(meta.get(_VERSION), dict) and meta.pop(_VERSION, 1) != 1:
-        raise UsageError(
-            f"{path} is in a format of tensordict that this version of swath does not know; "
-            "install a newer swath."
-        )
     if not _is_shape(shape, frames) or shape != [frames]:
         raise damaged(path, f"has shape={_short(shape)}", f"[{frames}] was expected, as in {ABOUT}")
     if kind != _KIND or len(above) > _DEEPEST:
@@ -262,6 +255,8 @@ def _read_folder(
     for name, entry in meta.items():
         key = (*above, name)
         if not isinstance(entry, dict):
+            if name.startswith("_"):  # what newer versions of tensordict note of a folder
+                continue
             raise damaged(path, f"has {name}={_short(entry)}", "a description was expected")
         if entry.get("type") == "TensorDict":
             _read_folder(_existing(folder, name, ""), key, frames, columns, folders)
