@@ -372,8 +372,9 @@ class Run:
                 self._learn()
         if self.buffer is not None:
             before = len(self.buffer.batches)
-            for _ in self.collector:
-                break
+            for _ in self.collector:  # a round that completes no trajectory may write nothing
+                if len(self.buffer.batches) > before:
+                    break
             batch, there = None, len(self.buffer.batches) > before
         else:
             batch = self.collector.next()

@@ -264,9 +264,8 @@ class Model:
         here, there = read(p.form, batch), read(p.form, batch, "next")
         actions = actions_of(p.action, batch)
         keys = set(batch.keys(True, True))
-        reward = sum(
-            columns_of(batch, *key).reshape(len(actions), -1).sum(1) for key in _rewards(p.form)
-        ).tolist()
+        given = [columns_of(batch, *key) for key in _rewards(p.form)]
+        reward = sum(column.sum(tuple(range(1, column.ndim))) for column in given).tolist()
         flags = [columns_of(batch, "next", name)[:, 0].tolist() for name in FLAGS]
         earlier = np.any([columns_of(batch, name)[:, 0] for name in FLAGS], 0).tolist()
         ids = columns_of(batch, "collector", "traj_ids").tolist()
